@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from narrowgauge.harness.certify.inputs.space import Numbers, Outer
 from narrowgauge.harness.certify.proof import Proof, WrongSet
-from narrowgauge.harness.certify.space import Numbers, Outer
+from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.report.text import number, plural
 from narrowgauge.spec.recipes import Recipe
 
@@ -19,11 +20,15 @@ FORMAT = 1
 """Version of the JSON file."""
 _INPUTS = {
     "scales": "block amaxes", "codes": "pairs of a number and a scale", "values": "pairs of a code and a scale",
-    "products": "products of two codes under two scales",
+    "products": "products of two codes under two scales", "output.codes": "gates and factors",
+    "output.scales": "largest gates of a block, and factors",
 }  # fmt: skip
 """Inputs of every stage."""
 _SHOWN = 12
 """Runs of wrong numbers on the page, for every set; the JSON file has all runs."""
+
+_OF_KERNEL = ("kernels", "backend")
+"""Sources of a run, beside the files loaded by the backend, on which the bytes of a kernel depend."""
 
 
 class CertificateError(ValueError):
@@ -164,12 +169,19 @@ def proved_and_sampled(proof: Proof, recipe: Recipe, size: int, numbers_complete
     ]
     sampled = []
     if recipe.rounding == "stochastic":
-        bytes_tried = f"with {min(proof.places)} to {max(proof.places)} random bytes of 256" if proof.places else ""
-        sampled.append(f"{proved.pop()}, {bytes_tried}")
+        if proof.words:
+            proved[1] += ", with the random bytes below, at and above the first one with another code"
+            sampled.append("random bytes of a seed and an offset: those of the trials and of the further places")
+        else:
+            bytes_tried = f"with {min(proof.places)} to {max(proof.places)} random bytes of 256" if proof.places else ""
+            sampled.append(f"{proved.pop()}, {bytes_tried}")
     if recipe.candidates != "6":
         sampled.append("choices of a candidate: those of the blocks of the proof and of the trials")
+    if recipe.transform is not None:
+        sampled.append("sums of the rotation: those of the blocks of the proof and of the trials")
     if proof.unreached:
-        sampled.append(f"pairs of a number and a scale of a candidate that no block reached: {number(proof.unreached)}")
+        why = ", which no number of a group gives alone" if recipe.transform is not None else ""
+        sampled.append(f"pairs of a number and a scale that no block reached{why}: {number(proof.unreached)}")
     if proof.outers_of > 1:
         every = proved if proof.outers + proof.refused == proof.outers_of else sampled
         every.append(f"tensor scales: {number(proof.outers)} of {number(proof.outers_of)}")
@@ -232,3 +244,26 @@ def _of_trial(trial: Trial) -> str:
     if trial.refused:
         text += f"; {plural(trial.refused, 'call')} refused"
     return text + (f": {trial.note}" if trial.note else "")
+
+
+def problems(path: Path, run: RecordedRun) -> Iterator[str]:
+    """Reasons why the certificate in a file does not hold for the kernel of a run.
+
+    Raises CertificateError for a file of another format.
+    """
+    content = read(path)
+    kernel = content.get("kernel")
+    if not isinstance(kernel, dict):
+        raise CertificateError(f"{path}: has no digests of a kernel; make it again by `narrowgauge certify`")
+    if content["verdict"] != "certified":
+        yield f"{path}: the kernel is {content['verdict']}"
+    if content.get("device") != run.device:
+        yield f"{path}: is of device {content.get('device')}, and the run of {run.device}"
+    sources = {part: value for part, value in run.sources.items() if part in _OF_KERNEL and value} | run.loaded
+    own = {part: value for part, value in kernel.items() if part in _OF_KERNEL or " " in part}
+    for part in sorted(sources.keys() | own.keys()):
+        if sources.get(part) != own.get(part):
+            yield (
+                f"{path}: {part} is {own.get(part, 'not there')} in the certificate, and "
+                f"{sources.get(part, 'not there')} in the run; make it again by `narrowgauge certify`"
+            )

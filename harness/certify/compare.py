@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.operations.quantize.call import quantize
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import elements, linear_scales
-from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.quantized import Quantized, words_shape
 from narrowgauge.spec.recipes import Recipe
 
 _DRAWN = 1 << 20
@@ -38,11 +38,45 @@ class Parts:
         return Parts(codes, bits, None if q.amax is None else q.amax.view(torch.int32))
 
 
+class Tried(Protocol):
+    """Calls of a kernel that trials of an assumption judge."""
+
+    recipe: Recipe
+    elements: int
+    """Elements of the input of a trial, and a quarter of those of the largest shape."""
+    count: int
+    """Calls up to now."""
+
+    def options(self, scale: torch.Tensor | None) -> dict[str, Any]:
+        """The further arguments of a call with a given scale."""
+
+    def input_of(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of the kernel whose blocks have the numbers of a matrix (M, K)."""
+
+    def judged(self, x: torch.Tensor, options: dict[str, Any]) -> tuple[int, int]:
+        """Judge a call. Returns the number of blocks and of wrong bytes. Raises ValueError if the recipe refuses the
+        amax, Unsupported, BackendError and HostLost."""
+
+
 class Calls:
     """Calls of `quantize` of a backend for one recipe, counted."""
 
+    elements = 1 << 19
+
     def __init__(self, backend: Backend, recipe: Recipe, seed: int = 0) -> None:
         self.backend, self.recipe, self.seed, self.count, self._drawn = backend, recipe, seed, 0, 0
+        self._words: bool | None = None
+
+    def takes_words(self, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
+        """Whether the kernel takes random words too, asked once with the matrix `x`; else seed and offset alone."""
+        if self._words is None:
+            words = torch.zeros(words_shape((x.shape[0], x.shape[1])), dtype=torch.int32, device=x.device)
+            try:
+                quantize(self.backend, x, self.recipe, scale=scale, random=words)
+                self._words = True
+            except (BackendError, Unsupported):
+                self._words = False
+        return self._words
 
     def begin(self, part: int) -> None:
         """Begin a part of the calls, whose random bits depend on its number and on no call of other parts."""
@@ -60,9 +94,25 @@ class Calls:
         self.count += 1
         return Parts.of(quantize(self.backend, x, self.recipe, **options))
 
+    def input_of(self, x: torch.Tensor) -> torch.Tensor:
+        """The matrix itself."""
+        return x
+
+    def judged(self, x: torch.Tensor, options: dict[str, Any]) -> tuple[int, int]:
+        """As of `Tried`."""
+        expected = self.expected(x, options)
+        kernel = self.kernel(x, options)
+        scales = wrong_scales(kernel, expected)
+        codes = wrong_codes(kernel, expected, scales, self.recipe)
+        return expected.scales.numel(), sum(0 if wrong is None else int(wrong.sum()) for wrong in (scales, codes))
+
     def expected(self, x: torch.Tensor, options: dict[str, Any]) -> Parts:
         """The result of the reference. Raises ValueError if the recipe refuses the amax."""
-        return Parts.of(reference.quantize(x, self.recipe, **options))
+        return Parts.of(self.quantized(x, options))
+
+    def quantized(self, x: torch.Tensor, options: dict[str, Any]) -> Quantized:
+        """As `expected`."""
+        return reference.quantize(x, self.recipe, **options)
 
 
 def wrong_scales(kernel: Parts, expected: Parts) -> torch.Tensor | None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.certify.inputs.space import Grid, Numbers, Outer
 from narrowgauge.harness.certify.proof import WrongSet, shown_code, shown_number
-from narrowgauge.harness.certify.space import Grid, Numbers, Outer
 from narrowgauge.harness.certify.wrong import Feature, find_rule
 from narrowgauge.harness.checks.bit_equality import different_bits
 from narrowgauge.harness.operations.quantize.call import dequantize

@@ -17,8 +17,8 @@ from narrowgauge.harness.backends.backend import Backend, BackendError, Unsuppor
 from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.backends.results import TensorForm
 from narrowgauge.harness.certify.certificate import Certificate, CertificateError, Trial
+from narrowgauge.harness.certify.inputs.space import Numbers, Outer
 from narrowgauge.harness.certify.proof import WrongSet, shown_code, shown_number
-from narrowgauge.harness.certify.space import Numbers, Outer
 from narrowgauge.harness.certify.wrong import Feature, find_rule
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.checks.order.probe import accumulation_order

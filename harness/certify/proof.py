@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.certify.compare import Calls, Parts, over_elements, wrong_codes, wrong_scales
-from narrowgauge.harness.certify.space import ChoiceSpace, Numbers, Outer, Space
+from narrowgauge.harness.certify.inputs.choice import ChoiceSpace
+from narrowgauge.harness.certify.inputs.random_bytes import random_words, scaled_elements
+from narrowgauge.harness.certify.inputs.rotated import RotatedSpace
+from narrowgauge.harness.certify.inputs.space import Numbers, Outer, Space
 from narrowgauge.harness.certify.wrong import RUNS, Feature, Rule, find_rule, runs
 from narrowgauge.harness.inputs.reached import SIDES
 from narrowgauge.harness.operations.quantize.reach import boundaries
@@ -54,7 +57,9 @@ class Proof:
     """Tensor amaxes refused by the recipe."""
     pairs: int = 0
     unreached: int = 0
-    """Pairs of a number and a scale that the proof of a recipe with candidates did not reach."""
+    """Pairs of a number and a scale that the proof of a recipe with candidates or a rotation did not reach."""
+    words: bool = False
+    """Whether random words gave the bytes below, at and above the first one with another code."""
     amaxes: int = 0
     places: list[int] = field(default_factory=list)
     """Places of the amax in a block, for every tensor amax."""
@@ -73,6 +78,7 @@ class Proof:
         for name in ("outers", "refused", "pairs", "unreached", "amaxes", "places", "elements", "wrong"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.stopped |= other.stopped
+        self.words |= other.words
 
 
 @dataclass
@@ -106,8 +112,7 @@ class Prover:
         for number in numbers:
             self.calls.begin(number)
             try:
-                made = Space if self.recipe.candidates == "6" else ChoiceSpace
-                space = made(self.recipe, self.numbers, outers[number], self.seed + number)
+                space = self._space(outers[number], self.seed + number)
             except ValueError:  # the recipe refuses this tensor amax
                 proof.refused += 1
                 continue
@@ -122,24 +127,31 @@ class Prover:
                 break
         return proof
 
+    def _space(self, outer: Outer, seed: int) -> Space:
+        made = Space if self.recipe.candidates == "6" else ChoiceSpace
+        return (made if self.recipe.transform is None else RotatedSpace)(self.recipe, self.numbers, outer, seed)
+
     def _prove_one(self, proof: Proof, space: Space, places: Sequence[int]) -> None:
         found = _Found()
         scale = space.outer.given(self.numbers.device)
-        # Sums of errors depend on the order of the elements, and random bytes on their places.
-        movable = self.recipe.candidates == "6" and self.recipe.rounding != "stochastic"
+        # Sums of errors depend on the order of the elements, random bytes on their places, rotated numbers on signs.
+        fixed = self.recipe.candidates != "6" or self.recipe.transform is not None
+        movable = not fixed and self.recipe.rounding != "stochastic"
         for blocks in space.sheets():
             expected: Parts | None = None
             for place in places:
-                x, options = self._matrix(space, blocks, place), self.calls.options(scale)
-                if expected is None or not movable:
-                    expected, before = self.calls.expected(x, options), place
-                    space.saw(
-                        self.numbers.bits(x), over_elements(expected.scales, (x.shape[0], x.shape[1]), self.recipe)
-                    )
-                else:
-                    expected, before = self._moved(space, expected, place - before), place
-                self._compare(space, blocks, x, expected, self.calls.kernel(x, options), found)
-                proof.elements += x.numel()
+                x = space.matrix(blocks, place)
+                quantized = space.quantized(x)
+                for options in self._options(proof, x, quantized, scale, words=place == places[0]):
+                    if expected is None or not movable:
+                        expected, before = self.calls.expected(x, options), place
+                        spread = over_elements(expected.scales, (x.shape[0], x.shape[1]), self.recipe)
+                        space.saw(self.numbers.bits(quantized), spread)
+                    else:
+                        expected, before = self._moved(space, expected, place - before), place
+                    kernel = self.calls.kernel(x, options)
+                    self._compare(space, blocks, quantized, expected, kernel, found)
+                    proof.elements += x.numel()
         proof.outers += 1
         proof.pairs += space.pairs
         proof.unreached += space.unreached
@@ -147,10 +159,18 @@ class Prover:
         proof.places.append(len(places))
         proof.wrong += self._wrong_sets(space, found, len(places))
 
-    def _matrix(self, space: Space, blocks: torch.Tensor, place: int) -> torch.Tensor:
-        """The matrix of blocks whose elements are moved by `place`, around the end of the block."""
-        moved = blocks.roll(place, 1) if place else blocks
-        return space.grid.matrix(self.numbers.tensor(moved))
+    def _options(
+        self, proof: Proof, x: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor | None, *, words: bool
+    ) -> Iterator[dict[str, Any]]:
+        """The further arguments of the calls with a matrix. `words`: of stochastic rounding the random bytes around the
+        first one with another code, if the kernel takes words."""
+        if not (words and self.recipe.rounding == "stochastic" and self.calls.takes_words(x, scale)):
+            yield self.calls.options(scale)
+            return
+        proof.words = True
+        scaled = scaled_elements(quantized, self.calls.quantized(x, self.calls.options(scale)))
+        for given in random_words(scaled, self.recipe.element):
+            yield {"scale": scale, "random": given}
 
     def _moved(self, space: Space, expected: Parts, by: int) -> Parts:
         """The right result for blocks whose elements are moved: the scales stay."""
@@ -160,6 +180,7 @@ class Prover:
     def _compare(
         self, space: Space, blocks: torch.Tensor, x: torch.Tensor, expected: Parts, kernel: Parts, found: _Found
     ) -> None:
+        """Add the wrong inputs of a call to `found`. `x`: the quantized numbers."""
         if kernel.amax is not None and expected.amax is not None and not torch.equal(kernel.amax, expected.amax):
             found.amax = True
             found.first.setdefault("amax", _differing_amaxes(kernel.amax, expected.amax))
@@ -167,10 +188,10 @@ class Prover:
         shape = (x.shape[0], x.shape[1])
         if scales is not None:
             of_blocks = space.grid.blocks(over_elements(scales, shape, self.recipe)).any(1)
-            keys = blocks[of_blocks, 0]
-            found.scales.append(torch.unique(keys.long()))
+            amaxes = space.amaxes_of(blocks, x)[of_blocks]
+            found.scales.append(torch.unique(amaxes.long()))
             if "scales" not in found.first:
-                found.first["scales"] = self._first_scale(space, kernel, expected, scales, blocks, of_blocks)
+                found.first["scales"] = self._first_scale(kernel, expected, scales, amaxes)
         codes = wrong_codes(kernel, expected, scales, self.recipe)
         if codes is not None:
             spread = over_elements(expected.scales, shape, self.recipe)
@@ -182,18 +203,11 @@ class Prover:
     # ---- the first wrong input ---------------------------------------------------------------------------------------
 
     def _first_scale(
-        self,
-        space: Space,
-        kernel: Parts,
-        expected: Parts,
-        scales: torch.Tensor,
-        blocks: torch.Tensor,
-        wrong: torch.Tensor,
+        self, kernel: Parts, expected: Parts, scales: torch.Tensor, amaxes: torch.Tensor
     ) -> dict[str, Any]:
-        """The first block with a wrong scale."""
-        amax = self.numbers.tensor(blocks[wrong, 0][:1])
+        """The first block with a wrong scale. `amaxes`: of all such blocks."""
         return {
-            "block amax": shown_number(amax, self.numbers),
+            "block amax": shown_number(self.numbers.tensor(amaxes[:1]), self.numbers),
             "expected": shown_code(int(expected.scales[scales][0]), self.recipe.scale),
             "actual": shown_code(int(kernel.scales[scales][0]), self.recipe.scale),
         }
@@ -221,7 +235,7 @@ class Prover:
             wrong = torch.isin(every, keys)
             rule = find_rule(wrong, amax_features(space, every.int()))
             listed = self._runs(torch.zeros_like(keys), keys)
-            steady = bool((counts >= places).all())
+            steady = bool((counts >= places).all()) or self.recipe.transform is not None
             sets.append(
                 WrongSet("scales", space.outer, len(keys), len(every), rule, listed, found.first["scales"], steady)
             )
@@ -229,7 +243,8 @@ class Prover:
             keys, counts = torch.unique(torch.cat(found.codes), return_counts=True)
             rule = self._rule_of_codes(space, keys)
             listed = self._runs(keys >> 32, keys & _MASK)
-            steady = bool((counts >= places).all()) or self.recipe.rounding == "stochastic"
+            moved = self.recipe.rounding == "stochastic" or self.recipe.transform is not None
+            steady = moved or bool((counts >= places).all())
             sets.append(
                 WrongSet("codes", space.outer, len(keys), space.pairs, rule, listed, found.first["codes"], steady)
             )
@@ -237,10 +252,9 @@ class Prover:
 
     def _rule_of_codes(self, space: Space, keys: torch.Tensor) -> Rule | None:
         """A rule of the pairs with these keys. None: no rule is known, or the dtype has too many pairs to list."""
-        if space.pairs > 1 << 24:
+        if int(space.lengths.sum()) > 1 << 24:
             return None
-        blocks, classes = space.pair_blocks(0, int(space.starts[-1]))
-        bits = blocks[:, 1:]
+        bits, classes = space.listed()
         scaled = (
             space.scaled(self.numbers.tensor(bits), classes) if self.recipe.spans_k else _scaled(space, bits, classes)
         )
@@ -280,7 +294,7 @@ def amax_features(space: Space, bits: torch.Tensor) -> dict[str, Feature]:
     scales, _ = space._scales(space.numbers.float(space.amaxes))
     values = scales if space.recipe.scale is FP32 else decode(scales, space.recipe.scale)
     return {
-        **_number_features("block amax", space.numbers, bits),
+        **number_features("block amax", space.numbers, bits),
         "scale": Feature(_ordered(values).repeat(2)),
     }
 
@@ -293,12 +307,12 @@ def code_features(space: Space, bits: torch.Tensor, scaled: torch.Tensor, classe
         "scaled element": Feature(side, (*SIDES, "NaN")),
         "lower code": Feature(lower & 1, ("even", "odd")),
         "grid point below": Feature(decode(lower.to(torch.uint8), space.recipe.element).double()),
-        **_number_features("number", space.numbers, bits),
+        **number_features("number", space.numbers, bits),
         "scale": Feature(_ordered(stored)[classes]),
     }
 
 
-def _number_features(name: str, numbers: Numbers, bits: torch.Tensor) -> dict[str, Feature]:
+def number_features(name: str, numbers: Numbers, bits: torch.Tensor) -> dict[str, Feature]:
     magnitude = numbers.magnitude(bits)
     smallest = int(numbers.bits(torch.tensor([torch.finfo(numbers.dtype).smallest_normal], dtype=numbers.dtype)))
     kind = (magnitude > 0).int() + (magnitude >= smallest).int() + (magnitude >= numbers.infinity).int()

@@ -16,8 +16,8 @@ from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.cases.cost import room
 from narrowgauge.harness.certify.certificate import CertificateError
 from narrowgauge.harness.certify.compare import Calls
+from narrowgauge.harness.certify.inputs.space import Numbers, Outer, outers
 from narrowgauge.harness.certify.proof import FAILING, Proof, Prover
-from narrowgauge.harness.certify.space import Numbers, Outer, outers
 from narrowgauge.harness.hosts.frames import Connection, FrameError
 from narrowgauge.harness.hosts.remote_host import RemoteHost, hosted_backend
 from narrowgauge.harness.hosts.starter import Channel

@@ -1,228 +1,130 @@
-"""Trials of the assumption of a proof: blocks whose content, order, place or shape a wrong kernel could depend on."""
+"""Trials of the assumption of a proof: contents, views, shapes and repeated calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
 
 import torch
 
-from narrowgauge.harness.certify.space import Grid, Numbers
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.harness.backends.backend import BackendError, Unsupported
+from narrowgauge.harness.certify.certificate import Trial
+from narrowgauge.harness.certify.compare import Tried
+from narrowgauge.harness.certify.inputs.contents import CONTENTS, Content, shapes
+from narrowgauge.harness.certify.inputs.space import Grid, Numbers
+from narrowgauge.harness.certify.wrong import Feature, find_rule
+from narrowgauge.harness.inputs.inputs import laid_out
+from narrowgauge.harness.machine.plain_text import escape
+from narrowgauge.harness.report.text import number
 
-_BINADES = 20
-"""Powers of two between the largest and the smallest block amax of a trial, and most scales are not 0."""
-_NEAR = 6
-"""Powers of two between the amax of a block and most of its numbers."""
-_ROWS = (
-    1,
-    2,
-    3,
-    7,
-    8,
-    15,
-    16,
-    17,
-    31,
-    33,
-    63,
-    64,
-    65,
-    127,
-    129,
-    255,
-    257,
-    512,
-    1023,
-    1025,
-    2049,
-    4095,
-    4096,
-    4097,
-    8193,
-    16385,
-    65537,
-)
-"""Rows of the tried shapes: thresholds of kernels, powers of two and their neighbours."""
-_BLOCKS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 257, 513, 1025)
-"""Blocks in a row of the tried shapes."""
-_LARGE = 1 << 21
-"""Elements of the largest tried shape."""
+_VIEWS = ("offset-2", "offset-8", "pitched", "strided", "transposed")
+_ROUNDS = 4
+"""Calls of every trial, with different tensor amaxes."""
 
 
-@dataclass(frozen=True)
-class Content:
-    """Draws blocks of one recipe and dtype."""
-
-    recipe: Recipe
-    numbers: Numbers
-    blocks: int
-    generator: torch.Generator
-
-    @property
-    def size(self) -> int:
-        """Elements of a block."""
-        return Grid.of(self.recipe).size
-
-    @property
-    def binade(self) -> int:
-        """Distance of the magnitudes x and 2x."""
-        return 1 << (7 if self.numbers.dtype == torch.bfloat16 else 10 if self.numbers.dtype == torch.float16 else 23)
-
-    def integers(self, stop: int, *shape: int) -> torch.Tensor:
-        """Random integers below `stop`, int32."""
-        drawn = torch.randint(0, stop, shape, generator=self.generator, dtype=torch.int64)
-        return drawn.int().to(self.numbers.device)
-
-    def signed(self, magnitudes: torch.Tensor) -> torch.Tensor:
-        """Magnitudes with random signs."""
-        return magnitudes - self.integers(2, *magnitudes.shape) * self.numbers.sign
-
-    def amaxes(self) -> torch.Tensor:
-        """An amax for every block, finite: int32 (blocks, 1)."""
-        if self.recipe.tensor_scale == "none":
-            return self.integers(self.numbers.infinity, self.blocks, 1)
-        top = int(self.integers(self.numbers.infinity, 1))
-        return (top - self.integers(_BINADES * self.binade, self.blocks, 1)).clamp(min=0)
-
-    def below(self, amaxes: torch.Tensor) -> torch.Tensor:
-        """Magnitudes up to the amax of every block, most of them within `_NEAR` powers of two, the first the amax."""
-        near = amaxes - self.integers(_NEAR * self.binade, self.blocks, self.size)
-        near[:, 0] = amaxes[:, 0]
-        return near.clamp(min=0)
-
-    def random(self) -> torch.Tensor:
-        """Numbers of both signs, the amax first."""
-        return self.signed(self.below(self.amaxes()))
+def trials(calls: Tried, numbers: Numbers, scale: torch.Tensor | None, seed: int) -> Iterator[Trial]:
+    recipe, grid = calls.recipe, Grid.of(calls.recipe)
+    generator = torch.Generator().manual_seed(seed + 1)
+    rows = max(1, calls.elements // (grid.size * grid.across))
+    content = Content(recipe, numbers, rows * grid.across, generator)
+    for name, made in CONTENTS.items():
+        trial = Trial(name)
+        for _ in range(_ROUNDS):
+            _try(calls, calls.input_of(grid.matrix(numbers.tensor(made(content)))), scale, trial)
+        yield trial
+    views = Trial("views of other memory: " + ", ".join(_VIEWS))
+    x = calls.input_of(grid.matrix(numbers.tensor(CONTENTS["random numbers, the amax anywhere"](content))))
+    for view in _VIEWS:
+        _try(calls, laid_out(x[:, : x.shape[1] // 2], view), scale, views)
+    yield views
+    yield _shapes(calls, content, scale)
 
 
-def _places(content: Content, blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks with their elements in a random order."""
-    order = torch.rand(blocks.shape, generator=content.generator).argsort(1).to(blocks.device)
-    return blocks.gather(1, order)
+def _shapes(calls: Tried, content: Content, scale: torch.Tensor | None) -> Trial:
+    trial, wrong = Trial(""), []
+    tried = [shape for shape in shapes(content.recipe) if math.prod(shape) <= 4 * calls.elements]
+    for rows, columns in tried:
+        count = -(-rows * columns // content.size)
+        blocks = Content(content.recipe, content.numbers, count, content.generator).random()
+        x = content.numbers.tensor(blocks.flatten()[: rows * columns]).view(rows, columns)
+        wrong.append(_try(calls, calls.input_of(x), scale, trial))
+    trial.name = f"{len(tried)} shapes: M from 1 to {max(rows for rows, _ in tried)}, K from 1 to "
+    trial.name += str(max(columns for _, columns in tried))
+    if any(wrong):
+        rule = find_rule(torch.tensor(wrong), _shape_features(tried))
+        failing = [f"{rows}x{columns}" for (rows, columns), is_wrong in zip(tried, wrong, strict=True) if is_wrong]
+        named = f"{', '.join(failing[:5])}{' and others' if len(failing) > 5 else ''}"
+        trial.note = f"{len(failing)} shapes, {named}" + (f"; exactly these with {rule}" if rule else "")
+    return trial
 
 
-def _random(content: Content) -> torch.Tensor:
-    return _places(content, content.random())
+def _shape_features(tried: list[tuple[int, int]]) -> dict[str, Feature]:
+    sizes = torch.tensor(tried)
+    features = {}
+    for axis, name in enumerate("MK"):
+        features[name] = Feature(sizes[:, axis].double())
+        for step in (128, 64, 32, 16, 2):
+            divisible = (sizes[:, axis] % step == 0).long()
+            features[f"{name} a multiple of {step}"] = Feature(divisible, ("no", "yes"))
+    return features
 
 
-def _equal(content: Content) -> torch.Tensor:
-    return content.signed(content.amaxes()).expand(-1, content.size).contiguous()
+def _try(calls: Tried, x: torch.Tensor, scale: torch.Tensor | None, trial: Trial) -> bool:
+    """Judge a call of a trial. Returns whether a byte is wrong."""
+    trial.calls += 1
+    try:
+        blocks, wrong = calls.judged(x, calls.options(scale))
+    except ValueError:  # the recipe refuses the amax
+        return False
+    except (BackendError, Unsupported) as error:
+        trial.refused += 1
+        trial.note = trial.note or escape(str(error)).splitlines()[0]
+        return False
+    trial.blocks += blocks
+    trial.wrong += wrong
+    return wrong > 0
 
 
-def _equal_magnitudes(content: Content) -> torch.Tensor:
-    return content.signed(content.amaxes().expand(-1, content.size))
+class Repeated:
+    """A call whose result is compared with the results of the same call later."""
+
+    def __init__(self, calls: Tried, numbers: Numbers, scale: torch.Tensor | None, seed: int) -> None:
+        grid = Grid.of(calls.recipe)
+        content = Content(calls.recipe, numbers, 16 * grid.across, torch.Generator().manual_seed(seed + 2))
+        self._calls, self._options = calls, calls.options(scale)
+        self._x = calls.input_of(grid.matrix(numbers.tensor(content.random())))
+        self._first = calls.count
+        self._trial = Trial("")
+        self._judge()
+
+    def _judge(self) -> None:
+        blocks, wrong = self._calls.judged(self._x, self._options)
+        self._trial.calls += 1
+        self._trial.blocks += blocks
+        self._trial.wrong += wrong
+
+    def again(self) -> Trial:
+        """The trial, with two further calls."""
+        self._judge()
+        self._judge()
+        self._trial.name = f"the same call before and behind {self._calls.count - self._first - 3} others, and twice"
+        return self._trial
 
 
-def _equal_blocks(content: Content) -> torch.Tensor:
-    grid = Grid.of(content.recipe)
-    return content.random()[:: grid.across].repeat_interleave(grid.across, 0)[: content.blocks]
+def tried_sentence(depends: str, trials: list[Trial]) -> str:
+    """The assumption, and how often it was tried. `depends`: what scales and codes depend on alone."""
+    blocks, calls = sum(trial.blocks for trial in trials), sum(trial.calls for trial in trials)
+    return (
+        f"Assumption: {depends}; not on other numbers, places, shapes, views or earlier calls. Tried on "
+        f"{number(blocks)} blocks in {number(calls)} calls."
+    )
 
 
-def _one_number(content: Content) -> torch.Tensor:
-    blocks = content.random()
-    place = content.integers(content.size, content.blocks, 1)
-    return torch.where(content.numbers.arange(content.size) == place, blocks[:, :1], 0)
-
-
-def _zeros_before(content: Content) -> torch.Tensor:
-    blocks, count = _random(content), content.integers(content.size, content.blocks, 1)
-    return torch.where(content.numbers.arange(content.size) < count, 0, blocks)
-
-
-def _first_zero(content: Content) -> torch.Tensor:
-    blocks = _random(content)
-    blocks[:, 0] = -content.integers(2, content.blocks) * content.numbers.sign
-    return blocks
-
-
-def _zeros_behind(content: Content) -> torch.Tensor:
-    return _zeros_before(content).flip(1)
-
-
-def _ascending(content: Content) -> torch.Tensor:
-    return content.below(content.amaxes()).sort(1).values
-
-
-def _descending(content: Content) -> torch.Tensor:
-    return _ascending(content).flip(1)
-
-
-def _negative(content: Content) -> torch.Tensor:
-    return _places(content, content.below(content.amaxes())) - content.numbers.sign
-
-
-def _powers_of_two(content: Content) -> torch.Tensor:
-    return _places(content, content.signed(content.below(content.amaxes()) // content.binade * content.binade))
-
-
-def _amax_is_power(content: Content) -> torch.Tensor:
-    blocks = content.below(content.amaxes() // content.binade * content.binade)
-    return _places(content, content.signed(blocks))
-
-
-def _opposite_pairs(content: Content) -> torch.Tensor:
-    blocks = content.below(content.amaxes())
-    width = content.size // 2 * 2
-    blocks[:, 1:width:2] = blocks[:, 0:width:2] - content.numbers.sign
-    return blocks
-
-
-def _special(content: Content) -> torch.Tensor:
-    """NaN, zeros of both signs and subnormal numbers beside normal numbers; NaN only if amaxes ignore NaN."""
-    numbers, blocks = content.numbers, _random(content)
-    kinds = [0, -numbers.sign, 1, 1 - numbers.sign, content.binade - 1]
-    if content.recipe.nan == "ignore":
-        kinds += [numbers.infinity + 1, numbers.sign - 1, numbers.infinity + 1 - numbers.sign, -1]
-    values = torch.tensor(kinds, dtype=torch.int32, device=numbers.device)
-    chosen = values[content.integers(len(kinds), content.blocks, content.size).long()]
-    return torch.where(content.integers(4, content.blocks, content.size) == 0, chosen, blocks)
-
-
-def _infinite(content: Content) -> torch.Tensor:
-    """Infinity of both signs in a third of the blocks."""
-    blocks = _random(content)
-    some = content.integers(3 * content.size, content.blocks, content.size) == 0
-    return torch.where(some, content.signed(torch.full_like(blocks, content.numbers.infinity)), blocks)
-
-
-CONTENTS: dict[str, Callable[[Content], torch.Tensor]] = {
-    "random numbers, the amax anywhere": _random,
-    "equal numbers": _equal,
-    "equal magnitudes": _equal_magnitudes,
-    "rows of equal blocks": _equal_blocks,
-    "one number beside zeros": _one_number,
-    "zeros before numbers": _zeros_before,
-    "zeros behind numbers": _zeros_behind,
-    "a first element of 0": _first_zero,
-    "ascending numbers": _ascending,
-    "descending numbers": _descending,
-    "negative numbers": _negative,
-    "powers of two": _powers_of_two,
-    "an amax that is a power of two": _amax_is_power,
-    "pairs of a number and its negative": _opposite_pairs,
-    "NaN, zeros and subnormal numbers beside others": _special,
-    "infinities beside others": _infinite,
-}
-"""Content of the blocks of a trial by its name."""
-
-
-def shapes(recipe: Recipe) -> Iterator[tuple[int, int]]:
-    """Shapes (M, K) of the trials: few and many rows, few and many blocks, and last blocks that are not full."""
-    width = COLUMNS_OF_ROW if recipe.spans_k else recipe.block[1]
-    for rows in _ROWS:
-        yield rows, width
-    for blocks in _BLOCKS:
-        for rows in (1, 5, 130):
-            if rows * blocks * width <= _LARGE:
-                yield rows, blocks * width
-    for tail in (1, 2, width // 2 - 1, width // 2, width // 2 + 1, width - 1):
-        for blocks in (0, 1, 4, 63):
-            if tail > 0:
-                yield 3, blocks * width + tail
-    yield _LARGE // 4096, 4096
-    yield 4352, _LARGE // 4352 // width * width
-
-
-COLUMNS_OF_ROW = 64
-"""Step of the columns of a shape if a scale spans K."""
+def outside(trials: list[Trial]) -> list[str]:
+    refused = [f"{trial.name}: the kernel refuses {number(trial.refused)} calls" for trial in trials if trial.refused]
+    return [
+        "inputs that keep the assumption from holding and that no trial has: larger shapes than those of the trials, "
+        "several calls at the same time, a given amax, other layouts of scales, and patterns in several numbers that "
+        "random blocks reach with less than one in a million blocks",
+        *refused,
+    ]

@@ -12,6 +12,9 @@ import typer
 from narrowgauge.harness.cli.options import BackendArgument, Device, Rules, Seed, Workers, stop
 from narrowgauge.harness.cli.selection import default_workers, require_device
 
+if TYPE_CHECKING:
+    from narrowgauge.harness.cases.case import Case
+
 
 class Operation(StrEnum):
     """Operations with a proof."""
@@ -22,7 +25,10 @@ class Operation(StrEnum):
 
 def certify_backend(
     backend: BackendArgument,
-    name: Annotated[str, typer.Option("--recipe", help="Recipe of the quantizer.")] = "nvfp4",
+    name: Annotated[str, typer.Option("--recipe", help="Recipe of the quantizer, nvfp4 by default, or contract.")] = "",
+    contract: Annotated[
+        str, typer.Option("--contract", help="A contract that quantizes an activation: its name, or a file of one.")
+    ] = "",
     operation: Annotated[Operation, typer.Option("--operation", help="quantize, or gemm: products of codes.")] = (
         Operation.QUANTIZE
     ),
@@ -47,7 +53,7 @@ def certify_backend(
     ] = False,
     rules: Rules = None,
 ) -> None:
-    """Prove a quantizer on all numbers, or a GEMM on products of codes.
+    """Prove a quantizer on all numbers, an activation on all gates, or a GEMM on products of codes.
 
     Exit status 0 if the kernel is certified, 1 if the certificate names wrong inputs.
     """
@@ -55,12 +61,16 @@ def certify_backend(
 
     if dtype not in TORCH_DTYPES:
         stop(f"--dtype is {dtype!r}; it can be {', '.join(TORCH_DTYPES)}")
-    if operation is Operation.GEMM and (workers or resume):
-        stop("-n and --resume are for --operation quantize, whose proof has shards; leave them out")
+    if (contract or operation is Operation.GEMM) and (workers or resume):
+        stop("-n and --resume are for the proof of a recipe of quantize, which has shards; leave them out")
+    if contract and operation is Operation.GEMM:
+        stop("--contract is a contract that quantizes; leave --operation gemm out")
     require_device(device)
     from narrowgauge.harness.backends.backend import BackendError
+    from narrowgauge.harness.certify.activations import certificate_of_contract
     from narrowgauge.harness.certify.certificate import CertificateError
-    from narrowgauge.harness.certify.certify import Effort, certificate_of, numbers_of
+    from narrowgauge.harness.certify.certify import certificate_of, numbers_of
+    from narrowgauge.harness.certify.inputs.space import Effort, Numbers
     from narrowgauge.harness.certify.products import COLUMNS, certificate_of_products
     from narrowgauge.harness.certify.shards import SECONDS, Journal, Task, prove, sources_of
     from narrowgauge.harness.hosts.remote_host import hosted_backend
@@ -72,15 +82,19 @@ def certify_backend(
         from narrowgauge.harness.certify.proof import Proof, Prover
 
     try:
-        recipe = find_recipe(name)
-        if operation is Operation.QUANTIZE:
+        case = _case_of(contract, name, dtype) if contract else None
+        recipe = find_recipe(name or "nvfp4")
+        if case is None and operation is Operation.QUANTIZE:
             numbers = numbers_of(recipe, TORCH_DTYPES[dtype], device)
         with one_thread(), hosted_backend(backend, device, seconds=SECONDS) as loaded:
-            if operation is Operation.GEMM:
+            effort = Effort.of(device, tensor_scales, places)
+            if case is not None:
+                numbers = Numbers(TORCH_DTYPES[dtype], device)
+                certificate = certificate_of_contract(loaded, backend, case, numbers, effort, seed)
+            elif operation is Operation.GEMM:
                 columns = places or (COLUMNS if device == "cuda" else 2)
                 certificate = certificate_of_products(loaded, backend, recipe, device, columns, seed)
             else:
-                effort = Effort.of(device, tensor_scales, places)
                 task = Task(backend, str(recipe), dtype, device, seed, **asdict(effort))
 
                 def proved_by(prover: Prover) -> Proof:
@@ -96,3 +110,14 @@ def certify_backend(
     typer.echo("\n".join(certificate.summary()))
     typer.echo(f"{page}, {data}", err=True)
     raise typer.Exit(0 if certificate.passed else 1)
+
+
+def _case_of(contract: str, recipe: str, dtype: str) -> Case:
+    """A case of a contract, given by name or by file."""
+    from narrowgauge.harness.certify.activations import SHAPE
+    from narrowgauge.harness.cli.check import selected
+    from narrowgauge.spec.dtypes import TORCH_DTYPES
+
+    chosen = {"families": None, "shapes": [SHAPE], "dtypes": (TORCH_DTYPES[dtype],)}
+    (_, ((case, _), *_)) = selected("", recipe, contract, "", chosen)
+    return case

@@ -68,8 +68,8 @@ def check_function(
     from narrowgauge.harness.running.pool import Settings, run_cases
 
     chosen: dict[str, Any] = {"families": families, "shapes": sizes_of(shapes)}
-    named, selected = _selected(function, recipe, contract, operation, chosen)
-    cases, optional = [case for case, _ in selected], [may_refuse for _, may_refuse in selected]
+    named, found = selected(function, recipe, contract, operation, chosen)
+    cases, optional = [case for case, _ in found], [may_refuse for _, may_refuse in found]
     method = cases[0].called
     backend = f"{function.replace('::', ':')}@{method}"
     require_backend(backend)
@@ -97,7 +97,7 @@ def check_function(
     raise typer.Exit(0 if document["verdict"] == "pass" else 1)
 
 
-def _selected(
+def selected(
     function: str, recipe: str, contract: str, operation: str, chosen: dict[str, Any]
 ) -> tuple[str, list[tuple[Case, bool]]]:
     """The operation and the cases of a check, with whether a function may refuse them."""
@@ -108,7 +108,7 @@ def _selected(
     from narrowgauge.harness.cases.operations import OperationError, contracts_in
     from narrowgauge.spec.program import ContractError
 
-    chosen |= {"dtypes": (torch.bfloat16,), "keys": {}}
+    chosen = {"dtypes": (torch.bfloat16,), "keys": {}} | chosen
     try:
         if contract.endswith(".py"):
             return _of_file(contracts_in(Path(contract)), contract, recipe, chosen)
@@ -126,9 +126,12 @@ def _of_file(
     if len(contracts) != 1:
         names = ", ".join(cls.operation for cls in contracts)
         raise ValueError(f"{file} has {len(contracts)} contracts: {names}; --contract takes a file with one")
+    from narrowgauge.harness.api.inputs import name_of
+
     (cls,) = contracts
     more = {name: chosen[name] for name in ("families", "shapes", "keys")}
-    return cls.operation, cls.usual([recipe] if recipe else [], dtypes=["bf16"], file=file, **more)
+    dtypes = [name_of(dtype) for dtype in chosen["dtypes"]]
+    return cls.operation, cls.usual([recipe] if recipe else [], dtypes=dtypes, file=file, **more)
 
 
 def _parameters(function: str) -> frozenset[str]:

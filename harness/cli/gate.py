@@ -24,8 +24,7 @@ def gate_run(
     the run cannot be read or trusted."""
     from rich.console import Console
 
-    from narrowgauge.harness.certify.certificate import CertificateError
-    from narrowgauge.harness.certify.required import problems
+    from narrowgauge.harness.certify.certificate import CertificateError, problems
     from narrowgauge.harness.gate.baseline import BaselineError, read
     from narrowgauge.harness.gate.difference import page_of
     from narrowgauge.harness.gate.gate import judge, next_commands, show

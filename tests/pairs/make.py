@@ -49,8 +49,8 @@ SIZES = (0, 1, 37, 48, 128)
 LARGEST = 1 << 17
 """Work of a case at most, unless the smallest case of its operation has more."""
 _HEAD = """\
-# Every possible set of {0.size} values of different keys is in the {0.tier} tier: the sets that no other file has.
-# Written by `python -m tests.pairs.make`, which keeps these ids and adds missing ones behind them.
+# Every possible set of {0.size} values of different keys is in the {0.tier} tier: sets absent from all further files.
+# Written by `python -m tests.pairs.make`: these ids stay, and missing ids are appended.
 """
 
 

@@ -115,7 +115,7 @@ def _rows(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) ->
     judged = [name for name, tensor in stored_results(case.program, shown).items() if tensor.dim() > 1]
 
     def run(given: Tensors) -> Tensors:
-        found = stored_results(case.program, named_results(case.program, given, _call(case, backend, given)))
+        found = stored_results(case.program, named_results(case.program, given, call_contract(case, backend, given)))
         return {name: found[name] for name in judged}
 
     if case.declared.sequences:
@@ -134,7 +134,7 @@ def _prefill(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown)
     written = dict.fromkeys(first, written_slots(case.program, inputs.tensors))
 
     def run(given: Tensors) -> Tensors:
-        return stored_results(case.program, named_results(case.program, given, _call(case, backend, given)))
+        return stored_results(case.program, named_results(case.program, given, call_contract(case, backend, given)))
 
     return prefill_stage(backend, before, others, first, written, run)
 
@@ -146,7 +146,7 @@ def called(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[list[S
     Raises BackendError and Unsupported, as the backend does, and BackendError for results that do not fit.
     """
     given = stored_inputs(case, inputs.tensors)
-    outputs, protection, seconds = repeated(backend, inputs.x.device, given, partial(_call, case, backend))
+    outputs, protection, seconds = repeated(backend, inputs.x.device, given, partial(call_contract, case, backend))
     dense_outputs = {name: dense(tensor) for name, tensor in outputs.items()}
     with fitting(next(iter(case.all_methods()))):
         shown: list[Shown] = [
@@ -158,7 +158,7 @@ def called(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[list[S
     return shown, Outcome(protection, outputs, seconds=seconds)
 
 
-def _call(case: ContractCase, backend: Backend, given: Tensors) -> Tensors:
+def call_contract(case: ContractCase, backend: Backend, given: Tensors) -> Tensors:
     """The tensors that the method gives for these tensors."""
     recipes = dict(zip(case.declared.recipes, map(find_recipe, case.recipe_names), strict=True))
     known: dict[str, Any] = {**given, **recipes}

@@ -17,13 +17,12 @@ from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import FunctionBackend
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.certify import certify as certify_module
-from narrowgauge.harness.certify.certificate import Certificate, CertificateError, read
-from narrowgauge.harness.certify.certify import Effort, certificate_of, certify
+from narrowgauge.harness.certify.certificate import Certificate, CertificateError, problems, read
+from narrowgauge.harness.certify.certify import certificate_of, certify
 from narrowgauge.harness.certify.compare import Calls
 from narrowgauge.harness.certify.decoding import prove_decoding
+from narrowgauge.harness.certify.inputs.space import Effort, Numbers, Outer, Space, outers
 from narrowgauge.harness.certify.proof import Proof, Prover
-from narrowgauge.harness.certify.required import problems
-from narrowgauge.harness.certify.space import Numbers, Outer, Space, outers
 from narrowgauge.harness.certify.wrong import Feature, find_rule, runs
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.operations.quantize.case import QuantizeCase

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -71,6 +71,8 @@ class Change:
     """`function-number:row`, and where the wrong value is taken: `cast-7:left-out:in-9`."""
     sentence: str
     program: Program
+    row: str = ""
+    """Name of the row of the table; empty for a change that the table does not have."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,14 @@ class Row:
     """Whether the edit gives the first operand of all steps of this function."""
 
 
-def changes(program: Program) -> Iterator[Change]:
-    """Every single change of every step."""
-    editor = Editor(program)
+def changes(program: Program, like: Collection[Change] | None = None) -> Iterator[Change]:
+    """Every single change of every step. `like`: only those whose rows of the table some of these changes have."""
+    editor, rows = Editor(program), None if like is None else {change.row for change in like}
     for number, step in enumerate(program.steps):
+        site = Site(editor, number)
         for row in _ROWS.get(step.function, ()):
-            yield from _changes_of(editor, Site(editor, number), row)
+            if rows is None or row.name in rows:
+                yield from _changes_of(editor, site, row)
     yield from _exchanged_scales(program)
 
 
@@ -150,7 +154,7 @@ def _changes_of(editor: Editor, site: Site, row: Row) -> Iterator[Change]:
         if new is None:
             continue
         name, words = (str(value), value) if not isinstance(value, tuple) else (value[0], value[1])
-        sentence = row.sentence.format(v=words, dtype=site.dtype, **_Names(program, site))
+        sentence = row.sentence.format(v=words, dtype=site.dtype, **site.names)
         for scope in scopes:
             taken = new if scope.cast is None else Site(editor, scope.cast).changed_operand(new)
             changed = editor.with_uses(scope.uses, taken.number)
@@ -159,15 +163,8 @@ def _changes_of(editor: Editor, site: Site, row: Row) -> Iterator[Change]:
                     f"{step.function}-{site.number}:{row.name}{name and f'-{name}'}{scope.name}",
                     f"{sentence}{scope.phrase} (line {site.line})",
                     changed,
+                    row.name,
                 )
-
-
-class _Names(dict[str, str]):
-    """Formulas of a step and of its operands, computed when a sentence names them."""
-
-    def __init__(self, program: Program, site: Site) -> None:
-        numbers = dict(zip(("self", "a", "b"), (site.number, *site.step.operands), strict=False))
-        super().__init__({name: formula(program, number) for name, number in numbers.items()})
 
 
 # ---- values that rows run over ---------------------------------------------------------------------------------------

@@ -98,7 +98,8 @@ class Editor(Trace):
             step, moved = self.steps[number], tuple(order[operand] for operand in operands[number])
             dtype = steps[moved[0]].dtype if step.function in KEEPING_DTYPE else step.dtype
             same = moved == step.operands and dtype == step.dtype
-            steps.append(step if same else replace(step, operands=moved, dtype=dtype))
+            # `replace` takes four times as long, and an edit takes it for most steps.
+            steps.append(step if same else Step(step.function, moved, step.options, step.axes, dtype, step.line))
 
         for number in outputs:
             visit(number)
@@ -152,6 +153,12 @@ class Site:
         users = [user for user, _ in self.editor.uses(self.number) if user != OUTPUT]
         number = min(users) if self.step.function == "argument" and users else self.number
         return self.editor.program.steps[number].line
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Formulas of the step and of its first operands."""
+        numbers = zip(("self", "a", "b"), (self.number, *self.step.operands), strict=False)
+        return {name: formula(self.editor.program, number) for name, number in numbers}
 
     @property
     def old(self) -> Value:

@@ -8,7 +8,8 @@ give the same bytes, so the sentence says how many changes were tried.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -73,7 +74,7 @@ def changed_causes(
             search.try_pairs(search.nearest())
         elif search.found:
             rivals = [change for change in search.nearest() if change not in search.found]
-            search.try_pairs(rivals, {change.sentence for change in rivals})
+            search.try_pairs(rivals, rivals)
         return list(search.causes())
 
 
@@ -147,7 +148,8 @@ class _Search:
         height = self.tensors[self.program.arguments[0].name].shape[0]
         self.whole = rows is None or len(rows) == height
         self.some = self._replay(None if self.whole else rows)
-        self.probe = self.some if rows is None else self._replay(rows[:_PROBE])
+        alone = rows is not None and self.some.at_once(self.program) == 1
+        self.probe = self._replay(rows[:_PROBE]) if alone and rows is not None else self.some
         self.known = {self.keys.of_outputs(self.program)}
 
     def _replay(self, rows: torch.Tensor | None) -> Replay:
@@ -161,9 +163,8 @@ class _Search:
         """Judge the results under every single change, the others first. `alone`: the others alone."""
         others = list(others)
         self.others = [*self.others, *others]
-        for change in itertools.chain(self._new(others), [] if alone else self._new(changes(self.program))):
-            if not self.limit.may_try(self.some.work(change.program)):
-                break
+        every = itertools.chain(self._new(others), [] if alone else self._new(changes(self.program)))
+        for change in self._tried(every, self.some):
             evidence = self._evidence(change.program)
             if self.probe is self.some and evidence.excluded:
                 self.bounds[change.name] = evidence
@@ -198,16 +199,15 @@ class _Search:
             found.append((key(self.totals[change.name]), place, change))
         return [change for _, _, change in sorted(found, key=lambda one: one[:2])[:count]]
 
-    def try_pairs(self, firsts: Sequence[Change], seconds: Collection[str] | None = None) -> None:
-        """Judge the results under pairs of changes. `seconds`: the sentences of the second ones; None: all."""
+    def try_pairs(self, firsts: Sequence[Change], seconds: Sequence[Change] | None = None) -> None:
+        """Judge the results under pairs of changes. `seconds`: the second ones; None: all."""
+        sentences = None if seconds is None else {change.sentence for change in seconds}
         for first in firsts:
             values = dict(self.probe.known)
             self.probe.remember(first.program)
-            for second in self._new(changes(first.program)):
-                if seconds is not None and second.sentence not in seconds:
-                    continue
-                if not self.limit.may_try(self.probe.work(second.program)):
-                    break
+            some = changes(first.program, seconds)
+            every = self._new(one for one in some if sentences is None or one.sentence in sentences)
+            for second in self._tried(every, self.probe):
                 self.pairs += 1
                 if not self.probe.evidence(second.program, first=True).fits:
                     continue
@@ -216,6 +216,17 @@ class _Search:
                     both = f"{first.sentence}, and {second.sentence}"
                     self.found.append(Change(f"{first.name},{second.name}", both, second.program))
             self.probe.known = values
+            self.keys.forget()
+
+    def _tried(self, some: Iterable[Change], replay: Replay) -> Iterator[Change]:
+        """The changes until the limit of work is reached, those judged that can be judged together."""
+        left, count = iter(some), replay.at_once(self.program)
+        while batch := list(itertools.islice(left, count)):
+            tried = [*itertools.takewhile(lambda change: self.limit.may_try(replay.work(change.program)), batch)]
+            replay.judge_together([change.program for change in tried])
+            yield from tried
+            if len(tried) < len(batch):
+                return
 
     def _new(self, some: Iterable[Change]) -> Iterator[Change]:
         """The changes that compute the results in another way than all changes before; of several that compute them in
@@ -297,10 +308,13 @@ def _wrong_rows(
     axis, height = program.arguments[0].axes[:1], first.shape[0]
     by_rows = [program.steps[number].axes[:1] == axis for number in program.outputs.values()]
     # A hidden quantization may have an amax of all rows.
-    hidden = any(step.function in (*BEHIND, *ROUTED) or step.across_rows for step in program.steps)
+    hidden = any(
+        step.function in ROUTED or step.across_rows or (step.function in BEHIND and axis[0] in step.axes)
+        for step in program.steps
+    )
     if hidden or not all(by_rows) or not all(map(has_rows, shown.values())):
         return None
-    wrong = stage.wrong_elements
+    wrong, count = stage.wrong_elements, -(-_ROWS // math.prod(first.shape[1:-1]))
     if wrong is not None and wrong.shape[0] == height:
-        return wrong.sum(1).argsort(descending=True, stable=True)[:_ROWS]
-    return torch.arange(min(height, _ROWS), device=first.device)
+        return wrong.flatten(1).sum(1).argsort(descending=True, stable=True)[:count]
+    return torch.arange(min(height, count), device=first.device)

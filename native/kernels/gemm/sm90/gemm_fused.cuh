@@ -21,6 +21,9 @@
 // 0.6 to 2 us off, to check scales before the first step 0.2 to 0.4. Slower, of 64 rows of MXFP8: half as many stages of a and
 // four of b by 1.7 us, three of b by 1.2, warpgroups that multiply by turns by 0.4, prefetches of codes to L2 by 2 to 8.
 #pragma once
+#ifndef DECODE
+#define DECODE 0
+#endif
 
 #include "gemm/skinny/gemm_skinny_nvfp4.cuh"
 #include "gemm/sm90/dequantize_tiles.cuh"
@@ -153,6 +156,7 @@ struct Nvfp4Codes {
     static constexpr int STAGE_STEPS = ROW_BYTES * 2 / TILE_COLUMNS, SCALE_STEPS = 16 * 16 / TILE_COLUMNS;
     static constexpr int RUN = SCALE_STEPS * TILE_COLUMNS;  // columns of RowScales
     static constexpr int BYTES = 2;                         // of a lane's codes in a 16-byte chunk, or in half of one
+    static constexpr float REST = 0x1p7f;
 
     // Step `step` of the scales. `first`: the byte of `codes` at which the thread's codes of chunk 0 of the stage begin.
     static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, u32 first, const RowScales& scales,
@@ -165,6 +169,22 @@ struct Nvfp4Codes {
             for (int half = 0; half < 2; ++half) {  // two wgmmas, whose codes are in a word
                 const u8* place = codes + (first ^ (2 * step + half) << 4) + 8 * row * ROW_BYTES;
                 const u32 low = *reinterpret_cast<const u16*>(place), high = *reinterpret_cast<const u16*>(place + 8);
+#if DECODE == 2  // none: what the rest takes
+                for (int i = 0; i < 4; ++i) fragments[2 * half + i % 2][row + i / 2 * 2] = i % 2 == 0 ? low : high;
+                continue;
+#endif
+#if DECODE == 1
+                const u32 scale = ptx::mul_rn_f16x2(pairs[half], 0x58005800u);
+#pragma unroll
+                for (int block = 0; block < 2; ++block) {
+                    const u32 from = block == 0 ? low : high, word = __byte_perm(from, 0u, 0x2120);
+                    const u32 even = (word << 12 & 0x80008000u) | (word << 9 & 0x0E000E00u);
+                    const u32 odd = (word << 8 & 0x80008000u) | (word << 5 & 0x0E000E00u);
+                    fragments[2 * half + block][row] = block == 0 ? ptx::mul_rn_f16x2_low(even, scale) : ptx::mul_rn_f16x2_high(even, scale);
+                    fragments[2 * half + block][2 + row] = block == 0 ? ptx::mul_rn_f16x2_low(odd, scale) : ptx::mul_rn_f16x2_high(odd, scale);
+                }
+                continue;
+#endif
                 const u32 word = low | high << 16;
                 const u32 factors = restore_elements(pairs[half]);
                 u32 even[2], odd[2];
@@ -195,6 +215,7 @@ struct MxCodes {
     static constexpr int STAGE_STEPS = ROW_BYTES / TILE_COLUMNS, SCALE_STEPS = 16 * 32 / TILE_COLUMNS;
     static constexpr int RUN = SCALE_STEPS * TILE_COLUMNS;
     static constexpr int BYTES = 4;
+    static constexpr float REST = 1.0f;
 
     static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, u32 first, const RowScales& scales,
                                                   int step) {
@@ -264,6 +285,7 @@ struct MxCodes {
 template <class Codes, class Pipelines>
 struct FusedSlice {
     static constexpr int TOKENS = Pipelines::TOKENS, CODE_STAGES = Pipelines::CODE_STAGES;
+    using Decoder = Codes;
 
     const FusedParameters& p;
     Pipelines& pipelines;
@@ -305,8 +327,9 @@ struct FusedSlice {
         }
     }
 
-    // The sums of a thread. `own`: its first row in the block; the second is 8 rows below.
-    __device__ __forceinline__ void accumulate(float (&d)[TOKENS / 2], int own, int lane) const {
+    // The sums of a thread, of the first COLUMNS rows of a. `own`: its first row in the block; the second is 8 rows below.
+    template <int COLUMNS>
+    __device__ __forceinline__ void accumulate(float (&d)[COLUMNS / 2], int own, int lane) const {
         constexpr u32 STAGE_STEPS = Codes::STAGE_STEPS, STEPS = Codes::SCALE_STEPS;
         const u32 first_code = own * ROW_BYTES + (lane / 4 << 4) + lane % 4 * Codes::BYTES;  // lane / 4 is own % 8
         i64 y[2];
@@ -343,7 +366,7 @@ struct FusedSlice {
                 if (step == STEPS - 1 && run + 1 < steps / STEPS) load(run + 1);
                 ptx::mbarrier_try_wait_parity(barriers.tokens_full[stage], tokens.phase(step));
                 ptx::wgmma_fence();
-                multiply_fragments<typename Codes::Number, TOKENS>(d, fragments, pipelines.tokens[0], stage * TOKENS * ROW_BYTES);
+                multiply_fragments<typename Codes::Number, COLUMNS>(d, fragments, pipelines.tokens[0], stage * TOKENS * ROW_BYTES);
                 wait_for_sums(d);
                 keep(fragments);
                 release(barriers.tokens_empty[stage], lane);
@@ -467,7 +490,7 @@ __device__ __forceinline__ void multiply_fused(const u64 (&map)[16], const Fused
 #endif
     for (int block = 0; block < blocks; ++block) {
         float d[TOKENS / 2] = {};
-        slice_of(block, number).accumulate(d, own, lane);
+        slice_of(block, number).template accumulate<TOKENS>(d, own, lane);
         add_slices<TOKENS>(d, shared.sums[block], number, own, lane);
     }
     if constexpr (CLUSTER > 1) {
@@ -537,6 +560,31 @@ __device__ __forceinline__ void for_slices(const FusedMatrices& matrices, const 
     }
 }
 
+#ifndef VARIANT_32
+#define VARIANT_32 1
+#endif
+#ifndef QUARTER
+#define QUARTER 0
+#endif
+#ifndef DECODE
+#define DECODE 0
+#endif
+// Multiplies and stores the outputs of a warp, of COLUMNS rows of a.
+template <int COLUMNS, class Slice>
+__device__ __forceinline__ void multiply_section(const FusedMatrices&, const Slice& slice, float (&sums)[STORED_TOKENS][STORED_STRIDE],
+                                                 const GroupedAlpha& alpha, const OutputTile& tile) {
+    const int own = threadIdx.x / WARP * 16, lane = threadIdx.x % WARP;
+    const FusedParameters& p = slice.p;
+    float d[COLUMNS / 2] = {};
+    slice.template accumulate<COLUMNS>(d, own + lane / 4, lane);
+    if (DECODE == 1) {
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) d[i] *= Slice::Decoder::REST;
+    }
+    store_section<COLUMNS>(d, sums, alpha.a == nullptr ? Alpha{} : alpha.section(tile.section),
+                           {p.epilogue, tile.section_start * p.n, tile.section * p.n}, tile, slice.token, slice.row + own, p.n, lane);
+}
+
 // The same for all sections: each block has output tiles of SECTION_ROWS rows of b and TILE_ROWS rows of a, TOKENS at a time.
 template <class Codes, int TOKENS>
 __device__ __forceinline__ void multiply_sections_fused(const FusedMatrices& matrices, const FusedParameters& p,
@@ -568,11 +616,13 @@ __device__ __forceinline__ void multiply_sections_fused(const FusedMatrices& mat
     ptx::setmaxnreg_inc<FUSED_CONSUMER_REGISTERS>();
     const int warp = thread / WARP;
     for_slices(matrices, p, shared, [&](const Slice& slice, const OutputTile& tile) {
-        float d[TOKENS / 2] = {};
-        slice.accumulate(d, warp * 16 + lane / 4, lane);
-        store_section<TOKENS>(d, shared.sums[warp], alpha.a == nullptr ? Alpha{} : alpha.section(tile.section),
-                              {p.epilogue, tile.section_start * p.n, tile.section * p.n}, tile, slice.token,
-                              slice.row + warp * 16, p.n, lane);
+#if VARIANT_32 > 0
+        if (TOKENS == 64 && tile.section_rows - slice.token <= 32) {
+            multiply_section<32>(matrices, slice, shared.sums[warp], alpha, tile);
+            return;
+        }
+#endif
+        multiply_section<TOKENS>(matrices, slice, shared.sums[warp], alpha, tile);
     });
     ptx::griddepcontrol_launch_dependents();
 }

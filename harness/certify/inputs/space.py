@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 
-from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.encode import encode
+from narrowgauge.reference.quantize.hadamard import coefficient
 from narrowgauge.reference.quantize.scaling import (
     block_scales,
     element_factors,
     scale_elements,
     tensor_scale,
-    unrounded_scales,
 )
 from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import Hadamard, Recipe
 
 COLUMNS = 2048
 """Columns of the matrices of a proof, and elements of a block if a scale spans K."""
@@ -96,6 +95,28 @@ class Numbers:
         """Random magnitudes below `stop`, int32 (count,)."""
         drawn = torch.randint(0, max(1, stop), (count,), generator=generator, dtype=torch.int64)
         return drawn.int().to(self.device)
+
+
+ALL = 1 << 62
+"""As many as there are."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Size of the samples of a proof."""
+
+    tensor_scales: int
+    """Tensor amaxes, or given scales."""
+    places: int
+    """Places of a number in a block."""
+    everywhere: int
+    """Tensor amaxes with all `places`; further tensor amaxes have one place."""
+
+    @staticmethod
+    def of(device: str, tensor_scales: int | None = None, places: int | None = None) -> Effort:
+        """The effort on a device: on a GPU all tensor amaxes."""
+        gpu = torch.device(device).type == "cuda"
+        return Effort(tensor_scales or (ALL if gpu else 64), places or (ALL if gpu else 128), 64 if gpu else 12)
 
 
 @dataclass(frozen=True)
@@ -288,10 +309,25 @@ class Space:
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
+    @property
+    def in_blocks(self) -> torch.Tensor:
+        """Numbers of every class that the blocks list: int64 (C,)."""
+        return self.lengths
+
+    @property
+    def beside(self) -> int:
+        """Numbers of a block beside its amax."""
+        return self.grid.size - 1
+
+    @property
+    def across(self) -> int:
+        """Blocks of the proof in a row of blocks."""
+        return self.grid.across
+
     @cached_property
     def starts(self) -> torch.Tensor:
         """Number of the first block of every class, and of the block behind the last: int64 (C + 1,)."""
-        counts = -(-self.lengths // (self.grid.size - 1))
+        counts = -(-self.in_blocks // self.beside)
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
     @property
@@ -300,23 +336,28 @@ class Space:
         return int(self.lengths.sum())
 
     def pair_blocks(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks (count, elements) of the pairs, from the block `first`, and the class of every. Element 0 is the
+        """Blocks (count, 1 + beside) of the pairs, from the block `first`, and the class of every. Element 0 is the
         amax."""
         block = torch.arange(first, first + count, device=self.numbers.device)
         classes = torch.searchsorted(self.starts, block, right=True) - 1
         within = block - self.starts[classes]
-        lane = torch.arange(self.grid.size - 1, device=self.numbers.device)
-        index = within.view(-1, 1) * (self.grid.size - 1) + lane
-        index %= self.lengths[classes].view(-1, 1)
+        lane = torch.arange(self.beside, device=self.numbers.device)
+        index = within.view(-1, 1) * self.beside + lane
+        index %= self.in_blocks[classes].view(-1, 1)
         amax = self.tops[classes] - (within & 1).int() * self.numbers.sign
         return torch.cat([amax.view(-1, 1), self.number(classes, index)], 1), classes
 
+    def listed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers of all pairs as bits (n, w), some of them several times, and their classes (n,)."""
+        blocks, classes = self.pair_blocks(0, int(self.starts[-1]))
+        return blocks[:, 1:], classes
+
     def amax_blocks(self, first: int, count: int) -> torch.Tensor:
-        """Blocks (count, elements) with every block amax as element 0, positive and then negative, beside
+        """Blocks (count, 1 + beside) with every block amax as element 0, positive and then negative, beside
         smaller numbers."""
         block = torch.arange(first, first + count, device=self.numbers.device) % self.amax_count
         amax = self.amaxes[block % len(self.amaxes)]
-        lane = torch.arange(1, self.grid.size, device=self.numbers.device)
+        lane = torch.arange(1, 1 + self.beside, device=self.numbers.device)
         mixed = ((block.view(-1, 1) * self.grid.size + lane) * 0x9E3779B1) & 0x7FFFFFFF
         below = (mixed.double() / 2.0**31 * (amax.clamp(max=self.numbers.infinity) + 1).view(-1, 1)).int()
         beside = torch.where((mixed & 64).bool(), below - self.numbers.sign, below)
@@ -336,7 +377,7 @@ class Space:
     def _sheets(self, pairs: int, made: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
         """Matrices of a number of blocks that `made` makes from the first and the count, then of all amaxes."""
         shared = self.outer.amax is not None and not self.recipe.whole
-        across = self.grid.across - shared
+        across = self.across - shared
         first = 0
         while first < pairs + self.amax_count:
             rows = self.grid.rows_for(pairs + self.amax_count - first, across)
@@ -348,8 +389,26 @@ class Space:
             blocks = torch.cat(parts)
             yield self._with_tensor_amax(blocks, rows) if shared else blocks
 
+    def alone(self, amaxes: torch.Tensor) -> torch.Tensor:
+        """Blocks of these amaxes (n,), and no further number."""
+        return torch.nn.functional.pad(amaxes.view(-1, 1), (0, self.beside))
+
+    # ---- matrices ----------------------------------------------------------------------------------------------------
+
+    def matrix(self, blocks: torch.Tensor, place: int) -> torch.Tensor:
+        """The matrix of blocks whose elements are moved by `place`, around the end of the block."""
+        return self.grid.matrix(self.numbers.tensor(blocks.roll(place, 1) if place else blocks))
+
+    def quantized(self, x: torch.Tensor) -> torch.Tensor:
+        """The numbers of a matrix that get scales and codes."""
+        return x
+
+    def amaxes_of(self, blocks: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+        """The amax of each block of a matrix, int32, with its sign."""
+        return blocks[:, 0]
+
     def saw(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
-        """Called with the numbers of a matrix of the proof, as bits, and their right stored scales."""
+        """Called with the quantized numbers of a matrix of the proof, as bits, and their right stored scales."""
 
     @property
     def unreached(self) -> int:
@@ -359,112 +418,30 @@ class Space:
     def _with_tensor_amax(self, blocks: torch.Tensor, rows: int) -> torch.Tensor:
         """A block with the tensor amax in every row of blocks; its column changes from row to row."""
         assert self.outer.amax is not None
-        across, row = self.grid.across, self.numbers.arange(rows)
-        shared = torch.zeros(rows, 1, self.grid.size, dtype=torch.int32, device=self.numbers.device)
-        shared[:, 0, 0] = self.outer.amax - (row & 1) * self.numbers.sign
+        across, row = self.across, self.numbers.arange(rows)
+        shared = self.alone(self.outer.amax - (row & 1) * self.numbers.sign).unsqueeze(1)
         every = torch.cat([blocks.view(rows, across - 1, -1), shared], 1)
         column, place = self.numbers.arange(across).view(1, -1), (row % across).view(-1, 1)
         order = torch.where(column == place, across - 1, column - (column > place).int())
         return every[row.view(-1, 1).long(), order.long()].view(rows * across, -1)
 
 
-class ChoiceSpace(Space):
-    """The space of a recipe that chooses the scale of a block from two candidates by the error of the block.
-
-    A class is a candidate and a stored scale. A block holds the amax, numbers of the class, and copies of the number
-    that speaks most for the candidate. The pairs whose block took the other candidate come again beside more copies.
-    """
+class CountedSpace(Space):
+    """A space whose blocks reach pairs that only the reference tells: the pairs of its matrices are counted."""
 
     def __init__(self, recipe: Recipe, numbers: Numbers, outer: Outer, seed: int = 0) -> None:
         super().__init__(recipe, numbers, outer, seed)
-        row = numbers.float(self.amaxes).view(1, -1)
-        base = unrounded_scales(row, self.tensor, recipe, numbers.dtype)
-        tops, scales = [], []
-        for factor in (1.0, 1.5):
-            stored = encode(base * factor, recipe.scale).flatten()
-            found, owner = torch.unique(stored, return_inverse=True)
-            tops.append(torch.zeros_like(found, dtype=torch.int32).scatter_reduce(0, owner, self.amaxes, "amax"))
-            scales.append(found)
-        self._of_four = torch.repeat_interleave(
-            torch.tensor([False, True], device=numbers.device),
-            torch.tensor([len(each) for each in scales]).to(numbers.device),
-        )
-        self.tops, self.scales = torch.cat(tops), torch.cat(scales)
-        self.factors = element_factors(self.scales.view(1, -1), self.tensor, recipe, numbers.dtype).flatten()
-        self._seen = torch.zeros(recipe.scale.codes, 2 * numbers.sign, dtype=torch.bool, device=numbers.device)
-
-    @cached_property
-    def _fillers(self) -> torch.Tensor:
-        """For every class the number whose error speaks most for its candidate: int32 (C,)."""
-        share = torch.arange(1, 1025, device=self.numbers.device) / 1024
-        tops = self.tops.clamp(max=self.numbers.infinity - 1)
-        values = (self.numbers.float(tops).view(-1, 1) * share).to(self.numbers.dtype)
-        base = unrounded_scales(self.numbers.float(tops).view(1, -1), self.tensor, self.recipe, self.numbers.dtype)
-        errors = []
-        for factor in (1.0, 1.5):
-            stored = encode(base * factor, self.recipe.scale)
-            each = element_factors(stored, self.tensor, self.recipe, self.numbers.dtype).view(-1, 1)
-            scaled = values.float() * each
-            rounded = decode(encode(scaled, self.recipe.element), self.recipe.element)
-            errors.append((rounded - scaled).abs() / each)
-        gain = torch.where(self._of_four.view(-1, 1), errors[0] - errors[1], errors[1] - errors[0])
-        return self.numbers.bits(values.gather(1, gain.nan_to_num(nan=-torch.inf).argmax(1, keepdim=True))).flatten()
-
-    def sheets(self) -> Iterator[torch.Tensor]:
-        """Blocks of every matrix of the proof. `saw` is called between two matrices."""
-        size = self.grid.size
-        for tested in dict.fromkeys((size - 4, size // 2, size // 4, 1)):
-            classes, numbers = self._missing()
-            starts = torch.nn.functional.pad(torch.bincount(classes, minlength=len(self.tops)).cumsum(0), (1, 0))
-            groups = -(-starts.diff() // tested)
-            of_block = torch.repeat_interleave(groups)
-            within = torch.arange(len(of_block), device=of_block.device) - (groups.cumsum(0) - groups)[of_block]
-            yield from self._sheets(
-                len(of_block), partial(self._tested_blocks, classes, numbers, starts, of_block, within, tested)
-            )
-
-    def _missing(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Classes and numbers of the pairs that no matrix held, by class. NaN always takes the first candidate."""
-        count = torch.where(self._of_four, 2 * self._magnitudes, self.lengths)
-        classes = torch.repeat_interleave(count)
-        index = torch.arange(len(classes), device=classes.device) - (count.cumsum(0) - count)[classes]
-        numbers = self.number(classes, index.view(-1, 1)).flatten()
-        missing = ~self._seen[self.scales[classes].long(), numbers.long() & (2 * self.numbers.sign - 1)]
-        return classes[missing], numbers[missing]
-
-    def _tested_blocks(
-        self,
-        classes: torch.Tensor,
-        numbers: torch.Tensor,
-        starts: torch.Tensor,
-        of_block: torch.Tensor,
-        within: torch.Tensor,
-        tested: int,
-        first: int,
-        count: int,
-    ) -> torch.Tensor:
-        """Blocks of the amax, of `tested` numbers of a class, and of its filler."""
-        owner, place = of_block[first : first + count], within[first : first + count]
-        lane = torch.arange(tested, device=owner.device)
-        some = (starts[owner] + place * tested).view(-1, 1) + lane
-        numbers_of = numbers[some.minimum(starts[owner + 1].view(-1, 1) - 1)]
-        amax = (self.tops[owner] - (place & 1).int() * self.numbers.sign).view(-1, 1)
-        fillers = self._fillers[owner].view(-1, 1).expand(-1, self.grid.size - 1 - tested)
-        return torch.cat([amax, numbers_of, fillers], 1)
+        self.seen = torch.zeros(recipe.scale.codes, 2 * numbers.sign, dtype=torch.bool, device=numbers.device)
+        """Whether a matrix held a stored scale and a number, as bits."""
 
     def saw(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
         """Mark the pairs of a matrix."""
-        self._seen[scales.flatten().long(), bits.flatten().long() & (2 * self.numbers.sign - 1)] = True
+        self.seen[scales.flatten().long(), bits.flatten().long() & (2 * self.numbers.sign - 1)] = True
 
     @property
     def pairs(self) -> int:
         """Number of pairs of a number and a stored scale that the matrices held."""
-        return int(self._seen.sum())
-
-    @property
-    def unreached(self) -> int:
-        """Pairs of a number and a scale of a candidate that no matrix held."""
-        return len(self._missing()[0])
+        return int(self.seen.sum())
 
 
 def outers(recipe: Recipe, numbers: Numbers, count: int, seed: int) -> tuple[list[Outer], int]:
@@ -477,18 +454,27 @@ def outers(recipe: Recipe, numbers: Numbers, count: int, seed: int) -> tuple[lis
         drawn = torch.randint(1, 0x7F800000, (max(0, count - len(_GIVEN)),), generator=generator, dtype=torch.int32)
         return [Outer(scale=scale) for scale in (*_GIVEN, *drawn.view(torch.float32).tolist())][:count], 0x7F800000
     top = numbers.infinity + (recipe.nan == "propagate")
+    reached = range(top + 1) if recipe.transform is None else rotated_magnitudes(recipe.transform, numbers).tolist()
     if numbers.complete and count > top:
-        return [Outer(amax=amax) for amax in range(top + 1)], top + 1
+        return [Outer(amax=amax) for amax in reached], top + 1
     exact = torch.tensor([recipe.max_product, 1.0, 2.0**-14, recipe.element.max]).to(numbers.dtype)
     known = [bits + step for bits in numbers.bits(exact).tolist() for step in (0, -1, 1)]
     known += [numbers.infinity - 1, numbers.infinity, 0, 1, 2, top]
     sample = torch.randint(0, numbers.infinity, (count,), generator=generator).tolist()
-    chosen = [amax for amax in dict.fromkeys([*known, *sample]) if 0 <= amax <= top]
+    possible = reached if recipe.transform is None else set(reached)
+    chosen = [amax for amax in dict.fromkeys([*known, *sample]) if amax in possible]
     return [Outer(amax=amax) for amax in chosen[:count]], top + 1
 
 
 _GIVEN = (1.0, 2.0**-126, 2.0**127, 2.0**-149, 3.4028234663852886e38, 0.3333333432674408, 448.0, 2.0**-6)
 """Given scales of every proof: ends of float32, powers of two, and scales that round."""
+
+
+def rotated_magnitudes(rotation: Hadamard, numbers: Numbers) -> torch.Tensor:
+    """Magnitudes of a group whose numbers are 0 but for one, behind the rotation, ascending: int32 (n,)."""
+    every = numbers.float(numbers.arange(numbers.infinity + 1)) * coefficient(rotation.group)
+    found: torch.Tensor = torch.unique(numbers.bits(every.to(numbers.dtype)))
+    return found
 
 
 def _bits(numbers: torch.Tensor) -> torch.Tensor:
