@@ -9,7 +9,7 @@ valid case in `Array.tries` attempts counts as impossible, and so does a triple 
 stay, and missing ones are added behind them, so that a new value of a key changes no id.
 
 The fused contracts share their kernels, so they share a covering array: the operation is one more key, and a pair of
-other keys is covered by one of the operations.
+other keys is covered by one of the operations. So do the modules in the quick tier.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from narrowgauge.harness.inputs.pairs import (
     sets_of,
     size_class,
     sizes,
+    value_class,
     values_of,
 )
 from narrowgauge.harness.operations.modules.case import ModuleCase
@@ -173,7 +174,7 @@ class Domain:
             for key in keys_of(type(case)):
                 name, given = key.name, getattr(case, key.field)
                 if name not in TRAITS:
-                    self._settings[name, str(given).partition(":")[0]][given] = None
+                    self._settings[name, value_class(name, given)][given] = None
                 elif given is not None:
                     for trait, text in TRAITS[name](given).items():
                         self._settings[f"{name}.{trait}", text][given] = None
