@@ -245,16 +245,17 @@ class Domain:
             return replace(case, shape=(*before, *chosen, *case.shape[place + 1 :])) if chosen else None
         if name == "dimensions":
             return replace(case, shape=draw.choice([one.shape for one in self._cases if str(len(one.shape)) == text]))
+        key = name.partition(".")[0]
         settings = self._settings.get(value)
-        if not settings:
+        field = next((known.field for known in keys_of(type(case)) if known.name == key), None)
+        if not settings or field is None:
             return None
-        key, setting = name.partition(".")[0], draw.choice(sorted(settings, key=str))
+        setting = draw.choice(sorted(settings, key=str))
         if key == "sections":
             return replace(case, sections=setting, shape=draw.choice([
                 one.shape for one in self._cases if getattr(one, "sections", "") == setting
             ]))  # fmt: skip
-        field = next((known.field for known in keys_of(type(case)) if known.name == key), None)
-        return None if field is None else replace(case, **{field: setting})
+        return replace(case, **{field: setting})
 
 
 def _tests(case: Case, values: Values) -> bool:
