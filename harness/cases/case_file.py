@@ -35,7 +35,7 @@ LEDGER = "known.toml"
 MOST_CASES = 100_000
 """Cases of a file."""
 _NAMED = 5
-"""Names in a message. If there are more, the message counts them."""
+"""Names in a message. The message counts further files."""
 SHIPPED = "shipped"
 """Path of the case files of the package, wherever paths of case files are accepted."""
 _CURRENT = Path("cases")
@@ -51,7 +51,7 @@ class CaseFileError(Exception):
 
 
 class ForeignFile(CaseFileError):
-    """A TOML file that is no case file by its content (`_content`), such as the settings of another tool.
+    """A TOML file that is no case file by its content (`_content`), for example the settings of a tool.
 
     A folder of case files may hold such files; the message is for a file that is named.
     """
@@ -243,9 +243,9 @@ class _Ids:
 def _content(path: Path) -> dict[str, Any]:
     """The content of a case file. Raises ForeignFile for another TOML file, else CaseFileError.
 
-    This function alone decides what a case file is: a file whose [[matrix]] tables have a key `operation` or `tier`, or
-    with tables of another name that have both keys. An empty table or a value that is no table cannot be told from a
-    mistake, and counts too. A file that is not TOML is a case file if a line of it begins with [[matrix]].
+    This function alone decides what a case file is: a file with a key `operation` or `tier` in its [[matrix]] tables,
+    or with tables of a different name and both keys. An empty table or a value that is no table cannot be told from a
+    mistake, and counts too. A file that is not TOML is a case file if any line begins with [[matrix]].
     """
     try:
         content = toml_file.parse(path, what="a case file", error=CaseFileError)

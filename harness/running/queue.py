@@ -2,7 +2,7 @@
 
 The next task is the first that fits into memory beside the running tasks, in this order of lists:
 
-    first   on a GPU: small tasks with every kind of kernel, so that kernels compile early and side by side
+    first   on a GPU: small tasks with every kind of kernel: kernels compile early and side by side
     large   tasks judged on a GPU, the largest first, because they take longest; at most `LANES` at a time per GPU
     small   tasks judged on the CPU, in the order of the run; small cases of an operation and recipe come first
 

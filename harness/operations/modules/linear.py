@@ -435,20 +435,20 @@ class LinearStages:
 
 
 def _made_of(rows: list[Quantized], columns: list[Quantized]) -> bool:
-    """Whether columnwise halves are those of the decoded values of the rowwise ones."""
+    """Whether columnwise halves are made of the decoded values of the rowwise halves."""
     made = ((_twice_quantized(row, half.recipe), half) for row, half in zip(rows, columns, strict=True))
     return all(one is not None and torch.equal(one.codes, half.codes) for one, half in made)
 
 
 def _twice_quantized(row: Quantized, recipe: Recipe) -> Quantized | None:
-    """The columnwise half of the decoded values of a rowwise one. None if these values do not determine it."""
+    """The columnwise half of the decoded values of a rowwise one. None if these values do not determine the half."""
     if recipe.transform or recipe.rounding == "stochastic" or recipe.tensor_scale == "given":
         return None
     return reference.quantize_both(reference.dequantize(row), recipe, rowwise=False)[1]
 
 
 def _first_rows(q: Quantized, rows: int) -> Quantized:
-    """An operand without the rows of padding behind these, each of which has scales of its own, or none has."""
+    """An operand without the rows of padding behind these rows; all rows have scales of their own, or no row has."""
     if q.shape[0] == rows:
         return q
     scales = q.scales if q.recipe.whole else q.scales[:rows]

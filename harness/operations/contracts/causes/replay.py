@@ -34,16 +34,16 @@ from narrowgauge.spec.scale_layouts import LINEAR
 
 Tensors = Mapping[str, torch.Tensor]
 WRONG, SCOPES = 10, 8
-"""Elements, and rows with such elements, that exclude a change: docs/contracts.md#reading-a-verdict."""
+"""Numbers of elements, and of rows with these elements, that exclude a change: docs/contracts.md#reading-a-verdict."""
 _TOGETHER = 1 << 18
-"""Elements of a step of programs that are evaluated together: more of them leave the cache of a core."""
+"""Elements of a step of programs that are evaluated together: more elements exceed the cache of a core."""
 _NARROW = 4
 """Steps from end to end of a result of 16 bits that still tells changes apart: the sum of a product in any order."""
 _COMMUTE = frozenset({"add", "multiply", "maximum", "minimum"})
 
 
 class Keys:
-    """Numbers of values: values that are computed in the same way have one number in all programs."""
+    """Numbers of values: values with the same computation have the same number in all programs."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -51,7 +51,7 @@ class Keys:
         self._options: dict[int, tuple[Mapping[str, Any], str]] = {}
 
     def of(self, program: Program) -> list[int]:
-        """The number of each step of a program."""
+        """The numbers of the steps of a program."""
         known = self._programs.get(id(program))
         if known is None:
             known = self._programs[id(program)] = program, self._of(program)
@@ -84,7 +84,7 @@ class Keys:
         return found
 
     def of_outputs(self, program: Program) -> tuple[int, ...]:
-        """The numbers of the results: programs with equal numbers are one."""
+        """The numbers of the results: programs with equal numbers are equal."""
         found = self.of(program)
         return tuple(found[number] for number in program.outputs.values())
 
@@ -94,11 +94,11 @@ class Evidence:
     """Wrong elements of results under a contract."""
 
     wrong: int = 0
-    """Elements that the contract does not accept."""
+    """Number of elements not accepted by the contract."""
     strong: int = 0
-    """Those of them that lie farther from the accepted range than the range is wide: all wrong determined bytes."""
+    """Number of these elements farther from the accepted range than the range is wide: all wrong determined bytes."""
     rows: frozenset[int] = frozenset()
-    """Rows with such elements."""
+    """Number of rows with these elements."""
     share: float = 0.0
     """Sum over the results of the share of wrong elements."""
     distance: float = 0.0
@@ -121,7 +121,7 @@ class Evidence:
         return self.strong >= WRONG and len(self.rows) >= SCOPES
 
     def include(self, other: Evidence) -> None:
-        """Add what is known of another result."""
+        """Add the evidence of a further result."""
         self.wrong += other.wrong
         self.strong += other.strong
         self.rows |= other.rows
@@ -137,7 +137,8 @@ class Evidence:
 
 
 def evidence_of(part: Part, count: int = 1) -> list[Evidence]:
-    """What a result says, or each of `count` results of equal shapes, rows below rows. Parts of several have masks."""
+    """The evidence of a result, or of `count` results of equal shapes, joined along the rows. Parts of several have
+    masks."""
     fmt, shape = None if part.fmt is FP32 else part.fmt, part.actual.shape
     size = part.actual.numel() // count
 
@@ -185,7 +186,7 @@ def evidence_of(part: Part, count: int = 1) -> list[Evidence]:
 
 @dataclass
 class Replay:
-    """Rows of a kernel's inputs and results, and values that are known of them by their numbers."""
+    """Rows of a kernel's inputs and results, and known values of steps by their numbers."""
 
     tensors: Tensors
     """Inputs, of all rows."""
@@ -194,12 +195,12 @@ class Replay:
     rows: slice | torch.Tensor
     keys: Keys
     whole: bool
-    """Whether the rows are all rows, so that the amax of the tensor is theirs."""
+    """Whether the rows are all rows: then their amax is the amax of the tensor."""
     known: dict[int, Any] = field(default_factory=dict)
     inputs: Tensors | None = None
     """Inputs of the rows."""
     judged: dict[int, Evidence] = field(default_factory=dict)
-    """What is known of results, by the numbers of their steps."""
+    """Evidence of results, by the numbers of their steps."""
 
     def __post_init__(self) -> None:
         first = next(iter(self.tensors.values()))
@@ -211,7 +212,7 @@ class Replay:
             pass
 
     def work(self, program: Program) -> int:
-        """Elements times steps that a judgement evaluates at most."""
+        """Largest number of elements times steps of a judgement."""
         return len(program.steps) * self.elements(program)
 
     def elements(self, program: Program) -> int:
@@ -223,8 +224,8 @@ class Replay:
         return elements
 
     def evidence(self, program: Program, *, whole: bool = False, first: bool = False) -> Evidence:
-        """What the results say about a program; unless `whole`, only until they exclude it, or until the `first` result
-        that is wrong. A result that another program computes in the same way is not judged again."""
+        """The evidence of the results about a program; unless `whole`, only until they exclude the program, or until
+        the `first` wrong result. A result with the same computation in an earlier program is not judged again."""
         found, keys = Evidence(), self.keys.of(program)
         known = {name: self.judged.get(keys[number]) for name, number in program.outputs.items()}
 
@@ -254,17 +255,17 @@ class Replay:
         return found
 
     def at_once(self, program: Program) -> int:
-        """Programs like this one that `judge_together` judges."""
+        """Similar programs for `judge_together`."""
         return max(1, _TOGETHER // max(1, self.elements(program))) if may_be_together(program) else 1
 
     def judge_together(self, programs: Sequence[Program]) -> None:
-        """Judge the results under several programs in a few calls, so that `evidence` knows of them."""
+        """Judge the results under several programs in a few calls, and keep the evidence for `evidence`."""
         together = [(program, self.keys.of(program)) for program in programs if may_be_together(program)]
         if len(together) > 1:
             self._judge(members_of(together, self.tensors, self.rows, self._chosen, self.known))
 
     def _judge(self, members: Sequence[Member]) -> None:
-        """Judge the results of programs, results of one shape in one call."""
+        """Judge the results of programs, results of equal shape in a single call."""
         for name, shown in self.shown.items():
             assert isinstance(shown, torch.Tensor)
             values: dict[int, tuple[Interval, Format | None]] = {}
@@ -290,9 +291,9 @@ class Replay:
     def results(
         self, program: Program, *, keep: bool = False, skipped: Collection[str] = ()
     ) -> Iterator[tuple[str, Iterator[tuple[str, Part]]]]:
-        """Each result and the parts that the program accepts, the result of the fewest steps first.
+        """The results and their accepted parts, the result with the fewest steps first.
 
-        `keep`: keep the values of the program. `skipped`: results that are not judged.
+        `keep`: keep the values of the program. `skipped`: results without a judgement.
         """
         keys, names = self.keys.of(program), {number: name for name, number in program.outputs.items()}
         shown = as_shown(program, self.shown)
@@ -324,7 +325,7 @@ class Replay:
 
 
 def _steps_of(program: Program, outputs: Iterable[str]) -> Iterator[int]:
-    """The steps that outputs need, each behind its operands: those of the output of the fewest steps first."""
+    """The steps of the outputs, operands first: the output with the fewest steps begins."""
     needed: dict[str, set[int]] = {}
     for name in outputs:
         reached, left = set[int](), [program.outputs[name]]
@@ -367,7 +368,7 @@ def has_rows(result: torch.Tensor | Quantized | Stored) -> bool:
 
 
 def rows_of(result: torch.Tensor | Quantized | Stored, rows: torch.Tensor) -> torch.Tensor | Quantized:
-    """Some rows of a result that has rows."""
+    """A part of the rows of a result with rows."""
     assert not isinstance(result, Stored)
     if isinstance(result, torch.Tensor):
         return result[rows]

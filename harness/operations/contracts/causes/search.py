@@ -1,7 +1,7 @@
 """Causes of wrong bytes under a contract: the same contract with one mistake, or with two.
 
-The kernel's results are judged under each changed contract. A change that accepts all of them is a cause. It is certain
-if the results exclude every other change that was tried (`Evidence.excluded`). A mistake that is not in the list may
+The kernel's results are judged under each changed contract. A change that accepts all of them is a cause. The cause is
+certain if the results exclude all further changes tried (`Evidence.excluded`). A mistake that is not in the list may
 give the same bytes, so the sentence says how many changes were tried.
 """
 
@@ -36,15 +36,15 @@ from narrowgauge.reference.contracts.evaluate import Shown, judged
 from narrowgauge.spec.program import BEHIND, ROUTED, Program
 
 NO_DIAGNOSIS = "no-diagnosis"
-"""Name of the entry that says that no cause was found."""
+"""Name of the entry of a search without a cause."""
 _ROWS = 16
-"""Rows that are tried first: a change that they do not exclude is tried on all rows."""
+"""Number of rows tried first: a change not excluded by these rows is tried on all rows."""
 _PROBE = 4
-"""Rows on which pairs are tried first."""
+"""Number of rows tried first for pairs."""
 _SMALL = 2**17
-"""Elements of results below which one thread is faster than several."""
+"""Number of elements of results below which a single thread is faster than several."""
 _NEAREST = 8
-"""Single changes that pairs begin with: those whose results are nearest to the kernel's."""
+"""Number of single changes that begin pairs: the changes with results nearest to the kernel's."""
 
 
 def changed_causes(
@@ -57,10 +57,10 @@ def changed_causes(
     *,
     singly: bool = False,
 ) -> Iterable[Cause | PossibleCause]:
-    """The changes under which all results of the kernel are right, or a sentence that there is none.
+    """The changes that make all results of the kernel right, or the sentence of a search without a cause.
 
-    `others`: further changes, such as other values of the fields of the contract. `singly`: no pairs are tried if no
-    single change explains the results.
+    `others`: further changes, for example changed values of the fields of the contract. `singly`: no pairs are tried if
+    no single change explains the results.
     """
     program, shown = _of_stage(program, shown, stage.stage)
     small = sum(result_elements(result) for result in shown.values()) < _SMALL
@@ -118,7 +118,7 @@ _LONGEST = Change("", " " * 999, Program("", "", (), (), {}))
 
 @dataclass
 class _Search:
-    """A search for the changes that give a kernel's results."""
+    """A search for the changes with a kernel's results."""
 
     program: Program
     tensors: Mapping[str, torch.Tensor]
@@ -126,21 +126,21 @@ class _Search:
     stage: StageResult
     limit: Limit
     others: Sequence[Change] = ()
-    """Changes that are no changes of steps: values of the fields of the contract."""
+    """Changes outside of the steps: values of the fields of the contract."""
     found: list[Change] = field(default_factory=list)
-    """Changes, and pairs of changes, that accept all results."""
+    """Changes, and pairs of changes, with all results accepted."""
     free: set[str] = field(default_factory=set)
-    """Names of found values of fields under which almost any bytes are right."""
+    """Names of found values of fields with almost any bytes accepted."""
     near: list[Change] = field(default_factory=list)
-    """Single changes that do not, but that some rows do not exclude either."""
+    """Single changes with wrong results that no probed row excludes."""
     singles: list[Change] = field(default_factory=list)
-    """Changes that were tried. A change that accepts almost any bytes explains none and is left out."""
+    """Changes that were tried. A change with almost any bytes accepted explains no byte and is left out."""
     pairs: int = 0
     """Pairs that were tried."""
     bounds: dict[str, Evidence] = field(default_factory=dict)
-    """What the results of the rows of `probe` say of single changes, until they exclude the change."""
+    """Evidence of the results of the rows of `probe` about single changes, until the rows exclude the change."""
     totals: dict[str, Evidence] = field(default_factory=dict)
-    """What all results of these rows say of single changes."""
+    """Evidence of all results of these rows about single changes."""
 
     def __post_init__(self) -> None:
         self.keys = Keys()
@@ -160,7 +160,7 @@ class _Search:
         return found
 
     def try_singles(self, others: Iterable[Change], *, alone: bool = False) -> None:
-        """Judge the results under every single change, the others first. `alone`: the others alone."""
+        """Judge the results under every single change, `others` first. `alone`: the others alone."""
         others = list(others)
         self.others = [*self.others, *others]
         every = itertools.chain(self._new(others), [] if alone else self._new(changes(self.program)))
@@ -179,15 +179,15 @@ class _Search:
                 self.near.append(change)
 
     def nearest(self) -> list[Change]:
-        """The single changes whose results are nearest to the kernel's, the nearest first."""
+        """The single changes with results near the kernel's, the nearest first."""
         half = _NEAREST // 2
         by_share = self._least(half, lambda evidence: (evidence.share, evidence.distance))
         by_distance = self._least(half, lambda evidence: (evidence.distance, 0.0))
         return list({change.name: change for change in (*by_share, *by_distance)}.values())
 
     def _least(self, count: int, key: Callable[[Evidence], tuple[float, float]]) -> list[Change]:
-        """The single changes with the least evidence, which grows with each result: a change is judged as a whole only
-        if the results that excluded it leave it among the least."""
+        """The single changes with the least evidence against them. Evidence grows with the results: a change is judged
+        as a whole only if its evidence so far is among the least."""
         found: list[tuple[tuple[float, float], int, Change]] = []
         bounds = [(key(self.bounds.get(change.name, Evidence())), place) for place, change in enumerate(self.singles)]
         for bound, place in sorted(bounds):
@@ -204,7 +204,11 @@ class _Search:
         sentences = None if seconds is None else {change.sentence for change in seconds}
         for first in firsts:
             values = dict(self.probe.known)
-            self.probe.remember(first.program)
+            try:
+                self.probe.remember(first.program)
+            except ValueError:  # the change hides a quantization of several numbers, and so do its pairs
+                self.probe.known = values
+                continue
             some = changes(first.program, seconds)
             every = self._new(one for one in some if sentences is None or one.sentence in sentences)
             for second in self._tried(every, self.probe):
@@ -219,7 +223,7 @@ class _Search:
             self.keys.forget()
 
     def _tried(self, some: Iterable[Change], replay: Replay) -> Iterator[Change]:
-        """The changes until the limit of work is reached, those judged that can be judged together."""
+        """The changes up to the limit of work, judged together if possible."""
         left, count = iter(some), replay.at_once(self.program)
         while batch := list(itertools.islice(left, count)):
             tried = [*itertools.takewhile(lambda change: self.limit.may_try(replay.work(change.program)), batch)]
@@ -229,8 +233,8 @@ class _Search:
                 return
 
     def _new(self, some: Iterable[Change]) -> Iterator[Change]:
-        """The changes that compute the results in another way than all changes before; of several that compute them in
-        the same way, the one with the shortest sentence."""
+        """The changes with different computations of the results; of changes with the same computation, the change with
+        the shortest sentence."""
         unlike: dict[tuple[int, ...], Change] = {}
         for change in some:
             key = self.keys.of_outputs(change.program)
@@ -240,7 +244,7 @@ class _Search:
         yield from unlike.values()
 
     def _evidence(self, program: Program) -> Evidence:
-        """What some rows say about a program, and all rows if these accept it."""
+        """Evidence of some rows about a program, and of all rows if these accept the program."""
         across = any(step.function == "amax_of_all" for step in program.steps)
         evidence = Evidence() if across else self.some.evidence(program)
         return self._of_all_rows(program) if evidence.fits and (across or not self.whole) else evidence
@@ -257,7 +261,7 @@ class _Search:
         return found
 
     def causes(self) -> Iterator[Cause | PossibleCause]:
-        """The causes, or a sentence that there is none."""
+        """The causes, or the sentence of a search without a cause."""
         pairs = f" and {self.pairs} pair{'s' * (self.pairs > 1)}" if self.pairs else ""
         tried = f"{len(self.singles)} changes{pairs}"
         if not self.found:
@@ -287,7 +291,7 @@ class _Search:
         return -self._of_all_rows(change.program).determined
 
     def _unlike(self) -> list[Change]:
-        """The found changes; of those that are equal on every input a field, else the one with the fewest steps."""
+        """The found changes; of causes equal on every input a field, else the cause with the fewest steps."""
         found: list[Change] = []
         names = {change.name for change in self.others}
 

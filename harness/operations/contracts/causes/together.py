@@ -1,7 +1,7 @@
 """Many changed contracts on the same rows, evaluated together.
 
-Changed contracts share most steps. Steps of one function whose operands have equal shapes are evaluated in one call:
-the rows of their operands lie one behind another. So hundreds of changes take a few times as long as one.
+Changed contracts share most steps. Steps of the same function with operands of equal shapes are evaluated in a single
+call: the rows of their operands are joined. Hundreds of changes take a few times as long as a single change.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def may_be_together(program: Program) -> bool:
 
 
 class Member(NamedTuple):
-    """A program, and its evaluation, which shares the values of equal steps with those of other programs."""
+    """A program, and its evaluation, which shares the values of equal steps with further programs."""
 
     program: Program
     keys: Sequence[int]
@@ -91,7 +91,7 @@ def members_of(
 
 
 def _needed(member: Member, known: Mapping[int, Any]) -> Iterator[tuple[int, int]]:
-    """The steps of rows whose values are not known, each with the length of the longest way from it to a result."""
+    """The steps of rows with unknown values, and the lengths of their longest ways to a result."""
     steps, level = member.program.steps, dict.fromkeys(member.program.outputs.values(), 0)
     for number in range(len(steps) - 1, -1, -1):
         if number not in level or member.keys[number] in known or steps[number].dtype == INDEX:
@@ -113,7 +113,7 @@ def _has_rows(member: Member, number: int, value: Value, count: int) -> bool:
 
 
 def _signature(member: Member, number: int, count: int) -> Any:
-    """Equal for steps that one call evaluates; None of a step that is evaluated alone."""
+    """Equal for steps of the same call; None for a step evaluated alone."""
     step = member.program.steps[number]
     found: list[Any] = [step.function, repr(step.options), step.dtype, member.program.subnormals, len(step.axes)]
     for operand in step.operands:
@@ -156,8 +156,8 @@ def _tensors(value: Value) -> tuple[torch.Tensor, ...]:
 
 
 def _joined(values: Sequence[Value], count: int, dims: int) -> Value:
-    """Values of several programs, rows below rows. `dims`: 0, or dimensions of values without rows, which each of the
-    `count` rows of their programs has."""
+    """Values of several programs, rows below rows. `dims`: 0, or dimensions of values without rows, repeated for the
+    `count` rows of their programs."""
 
     def of_rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.expand(count, *(1,) * (dims - 1 - tensor.dim()), *tensor.shape) if dims else tensor
