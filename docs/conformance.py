@@ -40,11 +40,18 @@ Task: find out which rule the quantizer of a library follows, and where it leave
 narrowgauge dialect reference --recipe mxfp4
 ```
 
-`make conformance` makes this page from one such survey for each library and recipe, on a CPU. Every survey has 95
-inputs: families and edge cases in float32, bfloat16 and float16; a library refuses some. The column `equal` counts
-inputs with every byte equal to the nearest [dialect](dialects.md). A survey is explained if a dialect and differences
-of [known classes](backends.md#dialect-of-a-quantizer) give every byte. The classes are about signs, zeros, ties, NaN,
-infinity, the ends of float32 and arithmetic in float16.
+Most readers need this table: the [dialects](dialects.md) of each library on a CPU, and the number of its
+[wrong bytes](#wrong-bytes). A library follows its dialect but for rare inputs: signs, zeros, ties, NaN, infinity, the
+ends of float32 and arithmetic in float16.
+
+"""
+SURVEYS_HEAD = """
+## Surveys
+
+`make conformance` makes this page from a survey of every library and recipe, on a CPU. A survey has 95 inputs:
+families and edge cases in float32, bfloat16 and float16, less the inputs refused by the library. The column `equal`
+counts inputs with every byte equal to the nearest dialect. A survey is explained if a dialect and differences of
+[known classes](backends.md#dialect-of-a-quantizer) give every byte.
 
 """
 COLUMNS = "recipe | dialect | equal | explained, and differences (inputs) |\n|---|---|---|---|---|"
@@ -85,10 +92,10 @@ are of an AMD EPYC with AVX-512. `python docs/conformance.py --products torch ja
 |---|---|---|---|---|
 """
 WRONG_HEAD = """
-## What is wrong
+## Wrong bytes
 
-A difference from a dialect is no mistake: libraries choose their rules. Each row here is a byte that contradicts the
-library's own rule or the format, with the byte that a third opinion gives: ml_dtypes for codes of E2M1, for bfloat16
+A difference from a dialect is no mistake: libraries choose their rules. A row of this table is a byte against the
+library's own rule or against the format, with the byte of a third opinion: ml_dtypes for codes of E2M1, for bfloat16
 and for NaN, exact rational numbers for powers of two. `tests/harness/backends/test_accusations.py` has every input, and
 runs where the library is installed.
 
@@ -268,10 +275,10 @@ def _kept_product(one: dict[str, Any], kept: list[str]) -> str:
 
 
 def section(title: str) -> list[str]:
-    """The rows of tables in a section of the page as it is; the first section has no title."""
+    """The rows of tables in a section of the page as it is."""
     text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     parts = text.split("\n## ")
-    found = parts[0] if not title else next((part for part in parts if part.startswith(f"{title}\n")), "")
+    found = next((part for part in parts if part.startswith(f"{title}\n")), "")
     return [line for line in found.splitlines() if line.startswith("| `")]
 
 
@@ -299,7 +306,7 @@ def surveyed(name: str, surveys: list[str], folder: Path | None, path: str, devi
 def page(folder: Path | None, only: list[str], checkouts: dict[str, str], *, products: bool, device: str) -> str:
     """The page. `products`: measure products of matrices in place of quantizers."""
     found = product_rows(folder, only if products else [], device)
-    rows = {name: by_library(section(title)) for name, title in (("cpu", ""), ("cuda", "On a GPU"))}
+    rows = {name: by_library(section(title)) for name, title in (("cpu", "Surveys"), ("cuda", "On a GPU"))}
     for name, library in LIBRARIES.items():
         surveys = library.get("surveys" if device == "cpu" else "gpu", [])
         if products or not surveys or (only and name not in only):
@@ -314,6 +321,21 @@ def _run_row(run: dict[str, str]) -> str:
     return f"| `{run['backend']}` | {run['device']} | {run['cases']} | {run['passed']} | {run['remark']} |"
 
 
+def summary(rows: list[str]) -> list[str]:
+    """Lines of a table: the dialects of each library by kind of recipe, and the number of its wrong bytes."""
+    lines = ["| library | NVFP4 | MX | FP8 | wrong bytes |", "|---|---|---|---|---|"]
+    for name, surveys in by_library(rows).items():
+        kinds: dict[str, list[str]] = {"nvfp4": [], "mx": [], "fp8": []}
+        for cells in (survey.split(" | ") for survey in surveys):
+            dialects = next(found for kind, found in kinds.items() if cells[1].startswith(kind))
+            if not cells[2].startswith("not run") and cells[2] not in dialects:
+                dialects.append(cells[2])
+        wrong = sum(one["library"] == name for one in WRONG)
+        if surveys:
+            lines.append(f"| {name} | {' | '.join(', '.join(found) or '–' for found in kinds.values())} | {wrong} |")
+    return lines
+
+
 def assembled(rows: list[str], gpu_rows: list[str], products: list[str]) -> str:
     """The page of its rows."""
     explained = sum("| yes" in one for one in [*rows, *gpu_rows])
@@ -324,7 +346,8 @@ def assembled(rows: list[str], gpu_rows: list[str], products: list[str]) -> str:
     }
     versions = [f"| {name} | {packages} |" for name, packages in installed.items()]
     return (
-        HEAD + f"{explained} of {len(rows) + len(gpu_rows)} surveys are explained.\n\n| backend | {COLUMNS}\n"
+        HEAD + "\n".join(summary(rows)) + "\n" + SURVEYS_HEAD
+        + f"{explained} of {len(rows) + len(gpu_rows)} surveys are explained.\n\n| backend | {COLUMNS}\n"
         + "\n".join(rows) + "\n" + GPU_HEAD + f"| backend | {COLUMNS.replace('recipe |', 'recipe | GPU |', 1)}---|\n"
         + "\n".join(gpu_rows) + "\n\n## Versions\n\n| library | packages |\n|---|---|\n" + "\n".join(versions) + "\n"
         + PRODUCTS_HEAD + "\n".join(products) + "\n"

@@ -1,6 +1,6 @@
 """Collectives of quantized matrices: bytes travel by torch.distributed, and kernels quantize, decode and add them.
 
-A process group of gloo has tensors on a CPU, one of NCCL on GPUs, the device of each rank its own.
+A process group of gloo has tensors on a CPU, a group of NCCL on GPUs, a GPU per rank.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def all_reduce_norm_quantize(
 ) -> dict[str, torch.Tensor | Quantized]:
     """`add_rmsnorm_quantize` of the sum of `x` (M, K) of all ranks, rounded to its dtype once, and of the residual.
 
-    bias: 0, or 1 for a weight around 0. scale: float32 (1,), of a recipe whose scale is given. scales: layout of the
+    bias: 0, or 1 for a weight around 0. scale: float32 (1,), of a recipe with a given scale. scales: layout of the
     scales. Raises as `add_rmsnorm_quantize`, and NotImplementedError for another bias.
     """
     if bias not in (0.0, 1.0):
@@ -92,7 +92,7 @@ def all_reduce_norm_quantize(
 
 
 def _supported(recipe: str | Recipe) -> Recipe:
-    """The recipe. Raises NotImplementedError for one whose scales are not those of FP8 rows or groups of a row."""
+    """The recipe. Raises NotImplementedError for a recipe without scales of FP8 rows or groups of a row."""
     recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
     rows = recipe.tensor_scale == "none" and recipe.stored_rows == 1 and not recipe.whole
     if recipe.element not in (E4M3, E5M2) or recipe.scale not in (FP32, E8M0) or not rows or recipe.transform:
@@ -103,7 +103,7 @@ def _supported(recipe: str | Recipe) -> Recipe:
 
 
 def _gathered(part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The tensors of all ranks, (ranks, …), whose bytes travel."""
+    """The tensors of all ranks, (ranks, …), sent as bytes."""
     sent = part.contiguous().view(torch.uint8)
     found = torch.empty((dist.get_world_size(group), *sent.shape), dtype=torch.uint8, device=part.device)
     dist.all_gather(list(found.unbind()), sent, group=group)
@@ -111,7 +111,7 @@ def _gathered(part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _exchanged(part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The stripe of this rank of the tensors of all ranks, one below the other."""
+    """The stripe of this rank of the tensors of all ranks, along a first axis."""
     sent = part.contiguous().view(torch.uint8)
     found = torch.empty_like(sent)
     dist.all_to_all_single(found, sent, group=group)

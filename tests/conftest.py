@@ -11,8 +11,8 @@ from tests.long_tests import long_tests
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks items as `long`: those of `long_tests.txt`, and those of a test with the mark `sampled(each)`, but for the
-    first of every `each`; 0: all of them.
+    """Marks items as `long`: the tests of `long_tests.txt`, and parameters of a test with the mark `sampled(each)`, but
+    for the first of every `each`; 0: all of them.
 
     Items on a GPU, where a test takes less time, and items that are long already are not counted.
     """

@@ -41,7 +41,7 @@ LIMIT = 120.0
 WRONG = ("sum", "scale-first", "rowwise-only")
 """Mistakes: amaxes are added; each shard has its own scale; the halves share the scale of the rowwise half."""
 JUDGED_WRONG = ("nvfp4-rht", "fp8-current-e4m3")
-"""The recipes whose shards are also quantized with each mistake."""
+"""The recipes with shards also quantized under every mistake."""
 
 _ROOMS: dict[str, tuple[ModuleType, ModuleType, Callable[..., Any]]] = {
     "reference": (reference_ops, reference_parallel, reference_linear.Linear),

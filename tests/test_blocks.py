@@ -1,7 +1,8 @@
 """Every command and code block of README.md and docs/*.md runs, page by page, on a CPU, in an empty folder.
 
-The files of the package are those of the wheel (tests/test_install.py). A page that needs more says so: `CHECKOUT`.
-`FEW` reduces the cases of each command; the quick tier runs all cases. `only_parsed` names the commands without a run
+The files of the package are those of the wheel (tests/test_install.py). A page with a further need has a comment:
+`CHECKOUT`. `FEW` reduces the cases of each command; the quick tier runs all cases. `only_parsed` names the commands
+without a run
 here, with the reason: the real command-line parser reads these commands, and their selection of cases is not empty.
 """
 

@@ -17,6 +17,8 @@ SUFFIXES = {".py", ".cu", ".cuh", ".h", ".md", ".toml", ".html", ".js", ".yml"}
 CITATION = re.compile(r"\bdocs/([a-z]+)\.md(?:#([\w-]+))?")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:narrowgauge|reference|native|harness|cases|tests|reports|docs|examples)/[\w./-]*)`")
+STAY = re.compile(r"`((?:harness|native|reference)/[\w./-]+\.(?:py|cu)):([\w.]+)`")
+"""A file and a function, or a class, in it."""
 TERMS = 50
 """Rows of the glossary at most."""
 TASKS = (
@@ -94,6 +96,20 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
 def test_the_paths_that_a_page_names_exist(page: Path) -> None:
     named = {name for name in PATH.findall(page.read_text(encoding="utf-8")) if not name.startswith("reports/")}
     assert not {name for name in named if not (ROOT / name).exists()}
+
+
+def test_the_stays_of_the_walks_exist() -> None:
+    section = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("\n## Six walks\n")[1].split("\n## ")[0]
+    lost = []
+    for walk in section.split("\n### ")[1:]:
+        stays = STAY.findall(walk)
+        assert len(stays) >= 5, walk
+        for file, name in stays:
+            text = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
+            definition = r"\b{}\(" if file.endswith(".cu") else r"(?m)^ *(?:def|class) {}\b"
+            if not all(re.search(definition.format(part), text) for part in name.split(".")):
+                lost.append(f"{file}:{name}")
+    assert not lost
 
 
 def test_the_glossary_is_short() -> None:

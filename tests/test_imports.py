@@ -78,7 +78,7 @@ def imports(text: str, module: str, *, package: bool) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    """The modules that each module imports."""
+    """The imports of every module."""
     return {
         name: {
             other

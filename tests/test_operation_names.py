@@ -1,4 +1,4 @@
-"""An operation is one folder: no other code names an operation, and no table is keyed by one."""
+"""An operation is one folder: no further code names an operation, and no table has operations as keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The assertion on the result of a kernel that a contract describes."""
+"""The assertion on the result of a kernel with a contract."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from narrowgauge.spec.recipes import find_recipe
 def assert_result(
     contract: Contract | Program | str, result: Any, *inputs: Any, diagnose: str = "quick", **arguments: Any
 ) -> Judgement:
-    """Assert that `result` is what a contract says for `inputs`.
+    """Assert that `result` is a right result of a contract for `inputs`.
 
     contract: a function with `narrowgauge.contract.contract`, or its steps, also as the text of `Program.to_json`.
     result: a tensor, a tuple of the outputs in the order of the contract, or a mapping by name, which may leave out
     outputs. A quantization is a `Quantized`, or codes and scales, and the amax if the recipe has one.
     inputs: the tensors of the contract in the order of its parameters, or by name among `arguments`; a `Quantized` for
     an argument of the type Codes, and a `Cache` for one of the type Cache, as it was before the kernel. The result of a
-    kernel that changes a cache is a `Cache` too.
+    kernel with a changed cache is a `Cache` too.
     arguments: recipes and options of the contract by name. A dialect of the contract behind the name of the first
     recipe gives the options that are left out.
     diagnose: as of `assert_quantized`.

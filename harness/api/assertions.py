@@ -63,22 +63,22 @@ def assert_quantized(
 ) -> Judgement:
     """Assert that `codes` and `scales` are the quantization of `x` along its last dimension.
 
-    Each stage is judged given the kernel's own stage before it: amax, tensor scale, layout, block scales, codes.
+    A stage is judged given the kernel's own stage before: amax, tensor scale, layout, block scales, codes.
 
     x: (M, K) or (…, K), float32, bfloat16 or float16.
     codes, scales: shapes and dtypes as of `narrowgauge.adapt.quantized`, which also defines `tensor_scale_is`, `layout`
     and `nibbles`. (M, ⌈K/2⌉) bytes of two 4-bit elements or (M, K) bytes, and (M, ⌈K/block⌉) scales for `linear`.
-    amax, tensor_scale: float32 (1,), or (M,) for an amax per row; a kernel that reports none is judged without.
+    amax, tensor_scale: float32 (1,), or (M,) for an amax per row; None if the kernel reports no such number.
     transposed: codes are stored as (K, M) and scales as (⌈K/block⌉, M). The columnwise half of a matrix w is judged
     with x = w.T.
     static: amax or tensor_scale was an input of the kernel, such as the global scale of vLLM and FlashInfer. It is not
     judged.
-    scale: float32 (1,), the encode scale that a recipe of delayed scaling is given.
+    scale: float32 (1,), the given encode scale of a recipe of delayed scaling.
     random: (seed, offset) of Philox4x32-10, or words, int32 (M, ⌈K/4⌉), that the kernel rounded with. For random bits
     of the kernel's own use `assert_stochastic`.
     rotation: "butterfly" if the kernel's Hadamard rotation adds in the order of the reference; "any" order is judged by
     the interval of all orders.
-    diagnose: "quick" stops looking for a cause after some work, about 1 s; "full" tries every known deviation.
+    diagnose: "quick" stops the search for a cause after about 1 s of work; "full" tries every known deviation.
 
     Source of the rules: docs/tolerance.md. Raises WrongResult for a wrong result, ValueError and TypeError for
     arguments that do not fit together.
@@ -272,8 +272,8 @@ def assert_gemm(
 
 
 def explain(assertion: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Verdict:
-    """The verdict of an assertion as an object, also for a correct result. Nothing is raised for a wrong result, and
-    no arguments are saved.
+    """The verdict of an assertion as an object, also for a correct result. A wrong result raises no error, and no
+    arguments are saved.
 
     `explain(narrowgauge.assert_gemm, a, b, y, out_dtype=torch.bfloat16)` takes the arguments of the assertion. Raises
     TypeError if `assertion` is no assertion of narrowgauge, and what the assertion raises for arguments that do not fit
@@ -286,7 +286,7 @@ def explain(assertion: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> 
 
 
 def _tensor(value: Any, name: str) -> torch.Tensor:
-    """An argument as a tensor without gradient, of one of the dtypes of inputs."""
+    """An argument as a tensor without gradient, of a dtype of inputs."""
     found = adapt.tensor(value).detach()
     if found.dtype not in INPUT_DTYPES:
         check_tensor(found, name, INPUT_DTYPES)
@@ -299,7 +299,7 @@ def _matrix(value: Any, name: str = "x") -> torch.Tensor:
 
 
 def _beside(value: Any, name: str, other: torch.Tensor) -> torch.Tensor:
-    """An argument as a tensor on the device of another one. Raises ValueError for another device."""
+    """An argument as a tensor on the device of a second argument. Raises ValueError for a different device."""
     found = adapt.tensor(value).detach()
     if found.device != other.device:
         raise ValueError(f"{name} is on {found.device}; the other arguments are on {other.device}: move one of them")
@@ -350,7 +350,7 @@ def _operand(q: Quantized | Mapping[str, Any], name: str) -> Quantized:
 
 
 def _static_oracle(matrix: torch.Tensor, kernel: Quantized, oracle: Quantized, random: Any) -> Quantized:
-    """The reference's quantization of `matrix` with the amax that the kernel was given. `oracle`: with its own amax.
+    """The reference's quantization of `matrix` with the kernel's given amax. `oracle`: with its own amax.
 
     Raises ValueError if the arguments show neither amax nor tensor scale.
     """
@@ -362,7 +362,7 @@ def _static_oracle(matrix: torch.Tensor, kernel: Quantized, oracle: Quantized, r
 
 
 def _padding_stage(padding: torch.Tensor) -> StageResult:
-    """The stage `layout` of scales in tiles that a Quantized does not keep: their padding is 0."""
+    """The stage `layout` of scales in tiles not kept by a Quantized: their padding is 0."""
     wrong = int((padding != 0).sum())
     text = f"{format_count(wrong)} of {format_count(padding.numel())} padding bytes are not 0" if wrong else ""
     return StageResult("layout", "exact", padding.numel(), wrong, sentence=text)

@@ -46,35 +46,35 @@ from narrowgauge.spec.recipes import RULE_FILE, Recipe, find_recipe
 from narrowgauge.spec.scale_layouts import TILES
 
 GROUPS = 3
-"""Groups of failures that a message shows in full."""
+"""Largest number of groups of failures shown in full."""
 TITLES = 10
-"""Further groups that a message names, a line each."""
+"""Largest number of further groups, a line per group."""
 NAMED = 5
-"""Further cases of a group that a message names, and reasons of unsupported cases."""
+"""Largest number of further cases of a group named in a message, and of reasons of unsupported cases."""
 _SEARCHED = 6
-"""Failing cases whose causes are searched at full length. The causes of further cases are mostly the same."""
+"""Largest number of failing cases with a full search for causes. The causes of further cases are mostly the same."""
 _KEPT, _KEPT_ELEMENTS = 128, 1 << 16
-"""Largest number of outcomes that are kept for the nearest rule, and of elements of each: 100 MB together."""
+"""Largest number of outcomes kept for the nearest rule, and of elements of an outcome: 100 MB together."""
 _OWN_RANDOM = ("normal", "huge", "zeros", "negative-zeros", "position")
-"""Families for a kernel with random bits of its own: statistical tests take seconds for each family that rounds."""
+"""Families for a kernel with random bits of its own: statistical tests take seconds per rounding family."""
 _CONVENTIONS = ("tensor_scale_is", "layout", "nibbles", "transposed")
 _DEFAULTS: dict[str, Any] = {
     "device": "cpu", "seed": 0, "declares": {}, "tensor_scale_is": "amax",
     "layout": "linear", "nibbles": "low-first", "transposed": False, "finite": False, "constraints": {},
 }  # fmt: skip
-"""Arguments of `check`, beside the operation, that a line to reproduce a failure needs, if they differ from these."""
+"""Arguments of `check`, beside the operation, for a line to reproduce a failure; only values different from these."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Summary of a check that passed."""
+    """Summary of a passed check."""
 
     subject: str
     """Function, operation and recipe."""
     cases: int
     passed: int
     compared: int
-    """Elements that were compared with an expected value."""
+    """Number of elements compared with an expected value."""
     unsupported: Mapping[str, int]
     """Reasons of unsupported cases, and their numbers of cases."""
 
@@ -204,7 +204,7 @@ def selected_cases(
     layout: AnyLayout = "linear",
     parameters: Collection[str] = (),
 ) -> tuple[Contract | None, str, list[tuple[Case, bool]]]:
-    """The contract if the cases are of one, the operation, and the cases with whether a right kernel may refuse each.
+    """The contract of the cases, if any; the operation; and the cases, with True if a right kernel may refuse the case.
 
     Arguments as of `check`. `chosen`: families, shapes, dtypes and keys. `parameters`: names of the parameters of the
     function. Raises ValueError and TypeError.
@@ -223,7 +223,7 @@ def selected_cases(
 
 
 def _one_of(subject: Any, recipe: Any) -> Any:
-    """The argument that is given. Raises TypeError for both or neither."""
+    """The given argument. Raises TypeError for both or neither."""
     if (subject is None) == (recipe is None):
         wrong = "no recipe is given" if recipe is None else "a recipe is given twice"
         raise TypeError(f'{wrong}; it is check(function, "nvfp4"), or check(function, contract, recipe="nvfp4")')
@@ -231,7 +231,7 @@ def _one_of(subject: Any, recipe: Any) -> Any:
 
 
 def _contract_of(subject: Any, operation: str | None) -> Contract | None:
-    """The contract that is given, or the one of the package that the subject or the operation names; None: another
+    """The given contract, or the package's contract named by the subject or the operation; None: another
     operation."""
     if isinstance(subject, Contract):
         return subject
@@ -294,7 +294,7 @@ def _begins_ids(subject: Any) -> bool:
 
 
 def _begun(beginning: str, found: list[tuple[Case, bool]]) -> list[tuple[Case, bool]]:
-    """The cases whose ids begin so. Raises ValueError if none of several does."""
+    """The cases with ids of this beginning. Raises ValueError if none of several does."""
     begun = [pair for pair in found if pair[0].id.startswith(beginning)]
     if found and not begun:
         raise ValueError(
@@ -305,7 +305,7 @@ def _begun(beginning: str, found: list[tuple[Case, bool]]) -> list[tuple[Case, b
 
 
 def _check_operation(operation: str) -> None:
-    """Raise ValueError for an operation that no function is checked by."""
+    """Raise ValueError for an operation without a function to check."""
     others = [name for name, cls in CASE_CLASSES.items() if not cls.composed and name not in OPERATIONS]
     if wrong := one_of([*OPERATIONS, *others])(operation):
         raise ValueError(f"operation {wrong}")
@@ -324,7 +324,7 @@ def _beginning(text: str, chosen: dict[str, Any]) -> tuple[str, str, dict[str, A
 
 
 def _require_operation(cases: Iterable[Case], operation: str) -> None:
-    """Raise ValueError for a case of another operation."""
+    """Raise ValueError for a case of a different operation."""
     for case in cases:
         if case.operation != ("quantize" if operation == "dequantize" else operation):
             remedy = "`narrowgauge run` does" if case.composed else f"give operation={case.operation!r}"
@@ -332,7 +332,7 @@ def _require_operation(cases: Iterable[Case], operation: str) -> None:
 
 
 def _given(recipe: object) -> list[Case]:
-    """The cases that the caller named. Raises ValueError and TypeError."""
+    """The cases named by the caller. Raises ValueError and TypeError."""
     named = [recipe] if isinstance(recipe, Case | str) else recipe
     if not isinstance(named, Iterable):
         raise TypeError(
@@ -528,7 +528,7 @@ def _report(
 def _group_lines(
     entry: Group, failed: list[dict[str, Any]], function: Callable[..., Any], options: Mapping[str, Any]
 ) -> list[str]:
-    """A group of failures: cause, sentence and elements of the first case that shows it, names of further cases."""
+    """A group of failures: cause, sentence and elements of the first case, names of further cases."""
     members = [record for record in failed if record in entry.records]
     first = next((record for record in members if entry.explanation in record["explanations"]), members[0])
     others = [record["case"] for record in failed if record in entry.records and record is not first]

@@ -1,7 +1,7 @@
 """Default settings of torch and of the floating-point unit while a result is judged.
 
 A test may run under autocast, with TF32 products, another default dtype or flushed subnormal numbers. The reference
-would then compute other numbers, and a correct kernel would be accused.
+would then compute different numbers, and accuse a correct kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DEFAULTS: Environment = {
     "torch-default-dtype": "float32", "torch-deterministic-algorithms": "not required",
     "torch-matmul-precision": "ieee (GPU), ieee (CPU)", "torch-fp16-accumulation": "forbidden",
 }  # fmt: skip
-"""Settings that results of the reference depend on, by the names of `read_environment`."""
+"""Settings with an influence on the reference, by the names of `read_environment`."""
 _DEVICE = "torch-default-device"
 _AUTOCAST = ("cpu", "cuda")
 
@@ -34,7 +34,7 @@ class Settings:
     """torch's default device."""
     grad: bool
     autocast: tuple[bool, ...]
-    """Whether autocast is enabled, for each device type of `_AUTOCAST`."""
+    """Whether autocast is enabled, per device type of `_AUTOCAST`."""
 
     @contextmanager
     def in_force(self) -> Iterator[None]:

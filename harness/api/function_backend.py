@@ -22,8 +22,8 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.scale_layouts import LINEAR, TILES
 
 OPERATIONS = ("quantize", "dequantize", "transform", "gemm")
-"""Operations, and a step of one, whose functions have conventions of their own. Functions of other operations are
-called as the method of a backend is."""
+"""Operations, and a step of an operation, with conventions of their own for functions. Functions of all further
+operations are called like the method of a backend."""
 PLAIN = MappingProxyType({"tensor_scale_is": "amax", "layout": "linear", "nibbles": "low-first", "transposed": False})
 """Conventions of this package for results of quantize."""
 
@@ -51,9 +51,9 @@ class FunctionBackend(Backend):
         conventions: Mapping[str, Any] = PLAIN,
         constraints: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """The function is the method that `case` and others like it call; `dequantize` is an operation of its own.
+        """The function is the method called by `case` and similar cases; `dequantize` is an operation of its own.
         `conventions`: keyword arguments of `narrowgauge.adapt.quantized` for the results of a quantize. `constraints`:
-        those of a backend (`harness.backends.offer`)."""
+        constraints of a backend (`harness.backends.offer`)."""
         self.raised: Exception | None = None
         """The last exception of the function."""
         self._function, self._conventions = function, conventions
@@ -66,7 +66,7 @@ class FunctionBackend(Backend):
         super().__init__(LocalHost(name, SimpleNamespace(**own, declares=dict(declares), constraints=constraints)))
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """The result of a method; that of `quantize` is read by the conventions of the function."""
+        """The result of a method; the result of `quantize` is read by the conventions of the function."""
         if method != "quantize" or self.has("dequantize"):
             return super().call(method, *arguments, **options)
         asked = options.pop("swizzled", False)
@@ -110,7 +110,7 @@ class FunctionBackend(Backend):
 
     def _method(self, *arguments: Any, **options: Any) -> Any:
         """Any other method: its recipe, or that of its first operand, is passed by keyword, and so are all options. The
-        function has a parameter for each option that is not optional."""
+        function has a parameter for every required option."""
         operands, named = passed(self._parameters, self._optional, arguments, options)
         return self._run(operands, **named)
 

@@ -22,7 +22,7 @@ from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 _ARGUMENTS = {"inputs": "family"}
-"""Names of arguments that differ from the keys of case files."""
+"""Names of arguments different from the keys of case files."""
 _MADE = ("quantize", "transform", "gemm")
 """Operations of `inputs`."""
 
@@ -89,7 +89,7 @@ def inputs(
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """`bf16` of torch.bfloat16. Raises TypeError for a dtype that inputs do not have."""
+    """`bf16` of torch.bfloat16. Raises TypeError for a dtype unknown to inputs."""
     for name, known in TORCH_DTYPES.items():
         if dtype == known:
             return name
@@ -98,7 +98,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def named(recipe: str | Recipe) -> Recipe:
-    """The recipe with this name, or a Recipe that has a name. Raises ValueError."""
+    """The recipe with this name, or a named Recipe. Raises ValueError."""
     chosen = find_recipe(recipe)
     with suppress(ValueError):
         if find_recipe(str(chosen)) == chosen:

@@ -1,4 +1,4 @@
-"""The bits of a product on a GPU that is not at hand: operands, prediction, and comparison with results of the GPU.
+"""The bits of a product on a missing GPU: operands, prediction, and comparison with results of the GPU.
 
 Source: docs/accumulators.md#predict-a-product.
 """
@@ -93,7 +93,7 @@ def digest(y: torch.Tensor) -> str:
 
 
 def differences(expected: torch.Tensor, found: torch.Tensor) -> list[tuple[int, int]]:
-    """Row and column of every output with other bits than predicted, in order; a NaN equals every NaN.
+    """Row and column of every output with unpredicted bits, in order; a NaN equals every NaN.
 
     `found` may have a narrower dtype; the prediction is then rounded to nearest even. Raises ValueError for another
     shape or dtype.

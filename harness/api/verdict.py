@@ -33,7 +33,7 @@ class Verdict:
     diagnosis_note: str = ""
     """The reason if the diagnosis did not try every known deviation, and the remedy."""
     reproduction: str = ""
-    """A shell command that repeats the failure in a fresh process, or the reason for having none. Empty for a pass,
+    """A shell command that repeats the failure in a fresh process, or the reason for no command. Empty for a pass,
     and if the verdict is from `explain`."""
 
     @property

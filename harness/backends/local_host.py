@@ -52,8 +52,8 @@ class LocalHost:
         methods: Mapping[str, Method] | None = None,
     ) -> None:
         """`restores`: whether the floating-point environment is restored after each call, because the judge shares the
-        process. A kernel host restores nothing: there the backend runs as in production. `methods`: those of
-        operations, and those that describe a backend. None: of all operations."""
+        process. A kernel host restores nothing: there the backend runs as in production. `methods`: methods of
+        operations, and methods that describe a backend. None: of all operations."""
         self._restores = restores
         self.autograd: Autograd = "plain"
         self._notes: list[dict[str, str]] = []
@@ -230,7 +230,7 @@ class LocalHost:
         self._kept, self._copies = KeptResults(), {}
 
     def end_case(self) -> CaseEnd:
-        """The error of the GPU that no result has shown. A kernel's fault may show at the next use of the GPU only, and
+        """The error of the GPU not shown by any result. A kernel's fault may show at the next use of the GPU only, and
         may leave a context in which nothing works again."""
         notes, self._notes = self._notes, []
         if self.device is None or self.device.type != "cuda":
@@ -285,12 +285,12 @@ class LocalRun:
 
 
 def _same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
-    """Whether results have the names, shapes, dtypes and bytes of other results, perhaps on another device."""
+    """Whether two results have equal names, shapes, dtypes and bytes, perhaps on different devices."""
     return found.keys() == expected.keys() and all(_same_bytes(found[name], one) for name, one in expected.items())
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor has the shape, dtype and bytes of another, perhaps on another device."""
+    """Whether two tensors have equal shapes, dtypes and bytes, perhaps on different devices."""
     import torch
 
     from narrowgauge.harness.backends.guarded_memory import element_bytes
@@ -331,7 +331,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def _missing_keyword(function: Callable[..., Any], options: Mapping[str, Any]) -> str:
-    """The first optional keyword that a function has no argument for. Empty without one, and for a function without a
+    """The first optional keyword without an argument of the function. Empty without one, and for a function without a
     signature."""
     if options.keys() <= {"out_dtype"}:  # passed always
         return ""
@@ -345,7 +345,7 @@ def _missing_keyword(function: Callable[..., Any], options: Mapping[str, Any]) -
 
 @lru_cache(maxsize=1024)
 def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of the arguments that can be passed by name. None: any name, or no signature."""
+    """Names of the arguments open to passing by name. None: any name, or no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -356,7 +356,7 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def _attribute(name: str, implementation: Any, attribute: str, default: Any) -> Any:
-    """An attribute of the implementation of the backend `name`, which may be a property. Raises BackendError."""
+    """An attribute or property of the implementation of the backend `name`. Raises BackendError."""
     try:
         return getattr(implementation, attribute, default)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Running a module: its steps of forward and backward, and everything that it reports of them."""
+"""Running a module: its steps of forward and backward, and all its reports of them."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ class Caller(Protocol):
 
 
 LEARNING_RATE = 2.0**-8
-"""Of the plain SGD between steps: a power of two, so that it adds no rounding of its own to a gradient."""
+"""Learning rate of the plain SGD between steps: a power of two adds no rounding to a gradient."""
 ROUTING = ("expert_ids", "probabilities")
-"""What a MoELayer takes beside x, of each step."""
+"""Arguments of a MoELayer beside x, per step."""
 HALVES = ("x", "x columnwise", "w", "w columnwise", "dy", "dy columnwise")
-"""What a layer reports that is quantized."""
+"""Names of the quantized reports of a layer."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run of a module, and under which recipe."""
+    """The program of a module: its layers, recipe, steps and use."""
 
     kind: str
-    """The door: `Linear`, `LayerNormLinear`, `GroupedLinear`, `MoELayer` or `TransformerLayer`."""
+    """Name of the class: `Linear`, `LayerNormLinear`, `GroupedLinear`, `MoELayer` or `TransformerLayer`."""
     training: TrainingRecipe
     layers: list[Layer]
     dtype: torch.dtype
     bias: bool
     seed: int = 0
-    """Of the module's stochastic rounding."""
+    """Seed of the module's stochastic rounding."""
     steps: int = 1
     sections: tuple[int, ...] = ()
     heads: int = 1
@@ -60,17 +60,17 @@ class Plan:
     use: str = "plain"
     """How the training uses the module.
 
-    plain: forward and backward with an observer, and a gradient for everything. unobserved: without an observer.
+    plain: forward and backward with an observer, and all gradients. unobserved: without an observer.
     no-grad, rewritten: before the forward of every step a probe, a forward without backward: under `torch.no_grad()`,
     or with weights that are changed in place before the probe and changed back in place after it. frozen-weight: the
     weights need no gradient. frozen-input: x needs no gradient. reloaded: between two steps a new module continues with
-    the state dict of the old one. pending, pending-reversed: two forwards, then their backwards in the same or in the
-    reversed order. microbatches: as pending, with both forwards in one autocast.
+    the state dict of the old module. pending, pending-reversed: two forwards, then their backwards in the same or in
+    the reversed order. microbatches: as pending, with both forwards in the same autocast.
     """
 
     @property
     def weights(self) -> list[str]:
-        """Names of all weights that are quantized."""
+        """Names of all quantized weights."""
         return [name for layer in self.layers for name in layer.weights]
 
     @property
@@ -85,7 +85,8 @@ class Plan:
 
     @property
     def groups(self) -> list[list[int]]:
-        """Numbers of the steps whose forwards run before the backward of any of them, in the order of the forwards."""
+        """Groups of steps: all forwards of a group run before its first backward. Numbers in the order of the
+        forwards."""
         size = 2 if self.pending else 1
         return [list(range(first, min(first + size, self.steps))) for first in range(0, self.steps, size)]
 
@@ -107,24 +108,26 @@ class Plan:
 
 @dataclass
 class Step:
-    """One forward and backward: what went in, and what the module reported or gave."""
+    """A forward and backward: the inputs, and the reports and results of the module."""
 
     number: int
-    """Of the steps of this module, from 0: how often its backward ran before."""
+    """Number of the step, from 0: how often the module's backward ran before."""
     x: torch.Tensor
     dy: torch.Tensor
     parameters: dict[str, torch.Tensor]
-    """As they were in this step."""
+    """The parameters during this step."""
     routing: Tensors = field(default_factory=dict)
     """`expert_ids` and `probabilities` of the tokens of a MoELayer."""
     before: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The main gradient of every weight before it, where it accumulates."""
+    """The main gradients of the weights before the step, if the module accumulates."""
     seen: dict[str, list[Any]] = field(default_factory=dict)
-    """By name, what was reported, each time that it was; and what the module gave: `y`, gradients."""
+    """All reports and results of the step, by name. A name has a list: a value per report, in the order of the reports.
+    Names of results: `y`, `dx`, and the names of `Plan.gradients`; the result takes the place of its last report. A
+    gradient added up over a group of steps keeps its report, and `sums` has the result."""
     early: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    """Gradients of weights before `backward_dw`, where they are to wait for it."""
+    """Gradients of weights before `backward_dw`, if they have to wait for this call."""
     sums: dict[str, Any] = field(default_factory=dict)
-    """By name, gradients to which all backwards of a group of pending steps have added, in the last of these steps."""
+    """Sums of the gradients of a group of pending steps, by name; only in the last step of the group."""
     probe: bool = False
     """Whether the step is a forward without a backward."""
 
@@ -134,22 +137,22 @@ class Step:
         return f"step {self.number + 1} probe" if self.probe else f"step {self.number + 1}"
 
     def last(self, name: str) -> Any:
-        """What was reported last under a name, or None."""
+        """The last report of a name, or None."""
         return self.seen[name][-1] if self.seen.get(name) else None
 
     def at(self, home: torch.device) -> Step:
-        """The same on a device."""
+        """The step on a device."""
         names = ("parameters", "routing", "before", "seen", "early", "sums")
         held = {name: to_device(getattr(self, name), home) for name in names}
         return Step(self.number, self.x.to(home), self.dy.to(home), **held, probe=self.probe)
 
     def report(self, name: str, value: Any) -> None:
-        """Be an observer: keep a copy of the value, which the module may go on to change."""
+        """The observer of the module: keep a copy of the value, because the module may change the value later."""
         self.seen.setdefault(name, []).append(_copied(value))
 
 
 def _copied(value: Any) -> Any:
-    """A value with its own memory: tensors, what has the parts of a Quantized, lists and mappings of them."""
+    """A value with its own memory: tensors, objects with the parts of a Quantized, lists and mappings of both."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, list | tuple):
@@ -163,7 +166,7 @@ def _copied(value: Any) -> Any:
 
 
 def tensors_of(step: Step) -> Tensors:
-    """Everything that a step reported or gave, by name."""
+    """All reports and results of a step, by name."""
     found: Tensors = {}
 
     def add(name: str, value: Any) -> None:
@@ -195,7 +198,7 @@ def run(plan: Plan, given: Tensors, backend: Caller) -> list[Step]:
 
 
 def make(plan: Plan, backend: Caller, device: torch.device) -> Any:
-    """The backend's module, as it makes it; an option is given where it is not the default."""
+    """The backend's module. Options are passed only if they differ from the default."""
     layer = plan.layers[0]
     sizes: tuple[int, ...] = (layer.inner, layer.outer)
     options: dict[str, Any] = {}
@@ -223,7 +226,7 @@ def make(plan: Plan, backend: Caller, device: torch.device) -> Any:
 
 @dataclass
 class _Pending:
-    """A forward that waits for its backward."""
+    """A forward before its backward."""
 
     step: Step
     leaf: torch.Tensor
@@ -238,7 +241,7 @@ class _Running:
         self.plan, self.backend, self.device = plan, backend, device
         self.routing = {name: given[name] for name in ROUTING if plan.kind == "MoELayer"}
         self.masters: dict[str, torch.Tensor] = {}
-        """The weights in high precision, where the module keeps them quantized alone."""
+        """The weights in high precision, if the module keeps only quantized weights."""
         self.module = make(plan, backend, device)
         self.parameters = self._parameters()
         for name in self._shapes:
@@ -260,7 +263,7 @@ class _Running:
         return {name: shape for layer in plan.layers for name, shape in layer.shapes(bias=plan.bias).items()}
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters of the module that are in high precision. Raises BackendError for a missing or wrong one."""
+        """The parameters of the module in high precision. Raises BackendError for a missing or wrong parameter."""
         plan, found = self.plan, {}
         parameters = dict(self.module.named_parameters())
         for name, shape in self._shapes.items():
@@ -278,7 +281,7 @@ class _Running:
         return found
 
     def group(self, numbers: list[int], x: torch.Tensor, dy: torch.Tensor) -> list[Step]:
-        """Run the steps of a group, and where another may follow, move the parameters by their gradients."""
+        """Run the steps of a group; before a next group, move the parameters by their gradients."""
         plan, found = self.plan, []
         pending: dict[int, _Pending] = {}
         with autocast(plan.training) if plan.use == "microbatches" else nullcontext():
@@ -312,7 +315,7 @@ class _Running:
             self.module.observer = observer
 
     def _routing(self, number: int) -> list[torch.Tensor]:
-        """Experts and probabilities of the tokens of a step, which need a gradient; of a MoELayer."""
+        """Experts and probabilities of the tokens of a step of a MoELayer; probabilities need a gradient."""
         return [tensor[number].detach().requires_grad_(tensor.is_floating_point()) for tensor in self.routing.values()]
 
     def _observed_forward(self, step: Step, x: torch.Tensor, routing: list[torch.Tensor]) -> Any:
@@ -342,7 +345,7 @@ class _Running:
         self._write()
 
     def _run_backwards(self, order: list[_Pending]) -> None:
-        """The backwards, and of every step the results of its own backward."""
+        """Run the backwards, and keep the results of every backward in its step."""
         adding: set[str] = set()
         for number, pending in enumerate(order):
             step = pending.step
@@ -389,10 +392,10 @@ class _Running:
             return self.module(x, *further)
 
     def _keep(self, pending: _Pending, adding: set[str], *, last: bool) -> None:
-        """Take what the module gave for what is right or wrong, whatever it reported of it.
+        """Keep the results of a backward for the judgement, whatever the module reported.
 
-        Gradients of a group of pending steps add up in `grad`. The gradient of a step is then what the module reported.
-        Where it reported nothing, `grad` is emptied between the backwards. `adding`: names of results that add up.
+        Gradients of a group of pending steps add up in `grad`. The gradient of a step is then the module's report.
+        Without a report, `grad` is emptied between the backwards. `adding`: names of added results.
         """
         plan, step = self.plan, pending.step
         results: dict[str, Any] = {"y": pending.y}

@@ -1,4 +1,5 @@
-"""What a backend offers: dialects of recipes, and constraints on shapes and dtypes. Runs select their cases by it."""
+"""The offer of a backend: dialects of recipes, and constraints on shapes and dtypes. Runs select their cases by the
+offer."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from narrowgauge.spec.recipes import find_recipe
 EXTENTS = ("M", "K", "N")
 """Extents of a case: blocks run along K; a GEMM has the output (M, N)."""
 FIELDS = ("dtype", "out", "usage", "view", "scales", "layout", "inputs")
-"""Keys of cases that a constraint may name. `dtype` of a product: that of both operands."""
+"""Keys of cases for constraints. `dtype` of a product: that of both operands."""
 _LIKE = {
     "fp8-current-": "fp8-row-", "fp8-delayed-": "fp8-static-", "-e4m3": "-e4m3fnuz", "-e5m2": "-e5m2fnuz",
 }  # fmt: skip
-"""Parts of recipe names whose cases also serve another recipe: the native kernels have none of these."""
+"""Parts of recipe names with cases that also serve a second recipe: the native kernels have none of these."""
 _DEFAULT = "te"
 """Dialect of a recipe name without @."""
 
@@ -64,7 +65,7 @@ class Offer:
         return ""
 
     def select(self, cases: Iterable[Case]) -> tuple[list[Case], Counter[str]]:
-        """The cases that the backend runs, and the number of others by reason.
+        """The cases run by the backend, and the number of cases left out by reason.
 
         A case of a recipe in its default dialect stands for the recipe in every dialect of the backend, and for a
         recipe of `_LIKE`.
@@ -80,7 +81,7 @@ class Offer:
         return list(chosen.values()), others
 
     def _likes(self, case: Case) -> list[Case]:
-        """The case, and the same of a recipe without cases that the backend offers."""
+        """The case, and the same case of an offered recipe without cases of its own."""
         recipe = getattr(case, "recipe", "")
         others: list[str] = []
         for known, other in _LIKE.items():
@@ -104,7 +105,7 @@ class Offer:
 
 
 def _values(case: Case, key: str) -> Sequence[Any]:
-    """Values of an extent or a key in a case; none if the case has no such key."""
+    """Values of an extent or a key in a case; empty if the case has no such key."""
     if key in EXTENTS:
         return case.constrained.get(key, ())
     if key == "dtype":

@@ -26,7 +26,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Foreign:
-    """A result of a kernel host whose type no check knows."""
+    """A result of a kernel host of a type unknown to the checks."""
 
     type_name: str
 

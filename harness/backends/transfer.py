@@ -35,19 +35,19 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class KeptResults:
-    """The first result of each method of a case, kept as a caller keeps it."""
+    """The first results of the methods of a case, kept as by a caller."""
 
     def __init__(self) -> None:
         self.first: dict[str, list[torch.Tensor]] = {}
         """Tensors of the first result, by method."""
         self.reused = False
-        """Whether a later result lies in memory of a kept one."""
+        """Whether a later result lies in memory of a kept result."""
         self._places: list[tuple[int, int]] = []
-        """First and last address of each kept tensor."""
+        """First and last addresses of the kept tensors."""
 
     def see(self, method: str, results: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> bool:
-        """Compare the memory of a result with the kept ones, and keep it if it is the first of its method. Gives
-        whether it is kept. Memory of the arguments, `given`, belongs to the caller, who may change it."""
+        """Compare the memory of a result with the kept results, and keep the result if it is the first of its method.
+        True if kept. Memory of the arguments, `given`, belongs to the caller, who may change it."""
         arguments = [
             (start, start + tensor.untyped_storage().nbytes())
             for tensor in given
@@ -101,7 +101,7 @@ def _move_batch(tensors: Sequence[torch.Tensor], device: torch.device) -> list[t
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The value with `function` of each of its tensors. A quantized operand that is no dataclass becomes a mapping."""
+    """The value with `function` of all its tensors. A quantized operand that is no dataclass becomes a mapping."""
     import torch
 
     def inner(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Axes of tensors, by name: what crop, shape checks and saved failures know of a tensor.
 
-An axis is named after a size of the shape: `("M", "K")`. Further forms are `"G*N"`, one axis of N elements for each of
-G; `"K/4"`, an element for four of K, the last perhaps for fewer; and `"1"`. G counts the sections of a case. In a case
+An axis is named after a size of the shape: `("M", "K")`. Further forms are `"G*N"`, G times an axis of N elements;
+`"K/4"`, an element for four of K, the last perhaps for fewer; and `"1"`. G counts the sections of a case. In a case
 with sections M is cropped within each section.
 """
 

@@ -52,7 +52,7 @@ class Case:
     """Methods of a backend that the operation calls, the first always. Empty: one with the name of the operation, `_`
     for `-`."""
     descriptions: ClassVar[tuple[str, ...]] = ()
-    """Optional methods of a backend that describe it and compute no result."""
+    """Optional methods of a backend that describe the backend and compute no result."""
     declarations: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Keys and values of the attribute `declares` of a backend. A <letter> in a value stands for a number."""
     seconds: ClassVar[tuple[float, float]] = (10e-3, 200e-9)
@@ -66,7 +66,8 @@ class Case:
     autograd_modes: ClassVar[tuple[Autograd, ...]] = ("plain", "no-grad", "inference-mode", "requires-grad")
     """Values of the key `autograd`. An operation with one value does not have the key."""
     composed: ClassVar[bool] = False
-    """Whether the operation is composed of others: it launches their kernels and measures some of their figures."""
+    """Whether the operation is composed of others: the case launches their kernels and measures a part of their
+    figures."""
 
     shape: Shape
     """The sizes that the class of the operation names."""
@@ -76,9 +77,9 @@ class Case:
     """How methods are called: under `torch.no_grad()`, under `torch.inference_mode()`, with tensors that require
     grad."""
     repeats: Repeats = 0
-    """Further calls on the same inputs, whose bytes must be those of the first call."""
+    """Number of further calls on the same inputs, with the bytes of the first call."""
     concurrency: Concurrency = "sequential"
-    """How further calls run: one after the other, from two threads or on two CUDA streams at once, in a CUDA graph."""
+    """How further calls run: in sequence, from two threads or on two CUDA streams at once, in a CUDA graph."""
     tier: Tier = "quick"
     """Tier of its table. `tier_on` is the tier of a run."""
     file: str = ""
@@ -240,7 +241,7 @@ class Case:
 
     @property
     def preloaded(self) -> tuple[str, ...]:
-        """Modules that kernel hosts import before they fork, because the case needs them and they load slowly."""
+        """Modules imported by kernel hosts before the fork, because the case needs slowly loading modules."""
         return ()
 
     @property
@@ -380,7 +381,7 @@ is read: `nvfp4@modelopt` and `rows:64,32` are words."""
 
 
 _WORD = re.compile(r"[\w/:+.@,-]+")
-"""An expression of one word, such as an id."""
+"""An expression of a single word, for example an id."""
 
 
 class _Matcher:
@@ -395,7 +396,7 @@ class _Matcher:
 
 def matching(keyword: str) -> Callable[[str], bool]:
     """A function from a name to whether a pytest keyword expression matches. The empty expression matches all names.
-    `@` and `,` are characters of words, so that an id is a word.
+    `@` and `,` are characters of words: an id is a word.
 
     Raises ValueError if the expression cannot be read.
     """

@@ -7,7 +7,6 @@ key `rules` above the tables names files of rules. cases/README.md describes the
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import os
@@ -36,15 +35,13 @@ LEDGER = "known.toml"
 MOST_CASES = 100_000
 """Cases of a file."""
 _NAMED = 5
-"""Names in a message. If there are more, the message counts them."""
+"""Names in a message. The message counts further files."""
 SHIPPED = "shipped"
 """Path of the case files of the package, wherever paths of case files are accepted."""
 _CURRENT = Path("cases")
 """Cases of the current folder."""
 _PACKAGE = Path(__file__).parents[2] / "cases"
 """Cases of the package."""
-_COVERED = {"quick-pairs": 2, "quick-values": 1}
-"""Sizes of the sets of values of different keys that the quick cases of a table have on a CPU, by its tier."""
 _HEAD = re.compile(r"^\s*\[\[\s*matrix\s*\]", re.MULTILINE)
 """Head of a table of cases, or of one without its last bracket."""
 
@@ -54,7 +51,7 @@ class CaseFileError(Exception):
 
 
 class ForeignFile(CaseFileError):
-    """A TOML file that is no case file by its content (`_content`), such as the settings of another tool.
+    """A TOML file that is no case file by its content (`_content`), for example the settings of a tool.
 
     A folder of case files may hold such files; the message is for a file that is named.
     """
@@ -203,38 +200,23 @@ class _Table:
 
     def _tiers(self) -> Iterator[Tier]:
         """The tier of each case, in order."""
-        if (size := _COVERED.get(self.tier)) is None:
+        if self.tier != "quick-values":
             return itertools.repeat(cast(Tier, self.tier), self.count)
-        quick = few_points(tuple(map(len, self.values.values())), size)
+        quick = few_points(tuple(map(len, self.values.values())))
         return ("quick" if number in quick else "quick-cuda" for number in range(self.count))
 
 
 @cache
-def few_points(lengths: tuple[int, ...], size: int) -> frozenset[int]:
-    """Numbers of few points of the product of lists, the last list fastest, that have every set of values of `size`
-    lists. All points of a product of at most `size` lists.
-
-    Greedy: the next point is the first one with the most new sets. A point whose new sets are counted again has
-    at most as many as before, so the points wait in a heap with their last counts.
-    """
-    points = list(itertools.product(*map(range, lengths)))
-    if len(lengths) <= size:
-        return frozenset(range(len(points)))
-    sets = [set(itertools.combinations(enumerate(point), size)) for point in points]
-    uncovered = set().union(*sets)
-    waiting = [(-len(found), number) for number, found in enumerate(sets)]
-    heapq.heapify(waiting)
-    chosen = set()
-    while uncovered:
-        before, number = waiting[0]
-        if new := len(sets[number] & uncovered):
-            if new < -before:
-                heapq.heapreplace(waiting, (-new, number))
-                continue
-            chosen.add(number)
-            uncovered -= sets[number]
-        heapq.heappop(waiting)
-    return frozenset(chosen)
+def few_points(lengths: tuple[int, ...]) -> frozenset[int]:
+    """Numbers of few points of the product of lists, the last list fastest, that have every value of every list: the
+    n-th values of all lists, and the first value of a list without an n-th one."""
+    numbers = set()
+    for value in range(max(lengths, default=1)):
+        number = 0
+        for length in lengths:
+            number = number * length + (value if value < length else 0)
+        numbers.add(number)
+    return frozenset(numbers)
 
 
 @dataclass(frozen=True)
@@ -261,9 +243,9 @@ class _Ids:
 def _content(path: Path) -> dict[str, Any]:
     """The content of a case file. Raises ForeignFile for another TOML file, else CaseFileError.
 
-    This function alone decides what a case file is: a file whose [[matrix]] tables have a key `operation` or `tier`, or
-    with tables of another name that have both keys. An empty table or a value that is no table cannot be told from a
-    mistake, and counts too. A file that is not TOML is a case file if a line of it begins with [[matrix]].
+    This function alone decides what a case file is: a file with a key `operation` or `tier` in its [[matrix]] tables,
+    or with tables of a different name and both keys. An empty table or a value that is no table cannot be told from a
+    mistake, and counts too. A file that is not TOML is a case file if any line begins with [[matrix]].
     """
     try:
         content = toml_file.parse(path, what="a case file", error=CaseFileError)

@@ -9,7 +9,7 @@ from functools import cache
 
 
 class Kind(Enum):
-    """What an operation does to its inputs, which decides the families that test it."""
+    """Properties of an operation that decide its families."""
 
     QUANTIZED = auto()
     ROTATED = auto()
@@ -165,7 +165,7 @@ PRODUCTS = (
     CODES,
     Family("integer-edge", "INT8: sums beside 2^24 from K = 1042 on, which float32 rounds; other elements as lattice"),
 )
-"""Families of contracts that take quantized matrices, beside the shared ones."""
+"""Families of contracts of quantized matrices, beside the shared families."""
 
 
 SEQUENCES = (
@@ -205,8 +205,8 @@ MIXTURES = (
     ),
     Family("one-expert", "one-hot-k, and every choice names the last expert: borders of sections, empty experts"),
 )
-"""Families of mixtures of experts whose hidden steps give one number each: gates so large that SiLU changes nothing,
-weights that are powers of two, matrices of an expert times another power of two, tokens without an expert."""
+"""Families of mixtures of experts with a single result of every hidden step: gates too large for an effect of SiLU,
+weights that are powers of two, matrices of an expert times a power of two, tokens without an expert."""
 
 
 EXACT_SUMS = ("lattice", "one-hot-k", "integer-edge")

@@ -19,7 +19,7 @@ from narrowgauge.spec.modules.training import training_recipe
 from narrowgauge.spec.recipes import RULE_FILE, find_recipe
 
 Check = Callable[[Any], str | None]
-"""Function from a value to the reason why it is wrong, or None."""
+"""Function from a value to the reason of an error, or None."""
 LARGEST_SIZE = 1 << 40
 """Largest size in a shape."""
 SHOWN = 200
@@ -76,7 +76,7 @@ class Dims:
     most: int
 
     def __call__(self, value: Any) -> str | None:
-        """The reason why `value` is no such shape, or None."""
+        """Reason if `value` is no shape of this kind, or None."""
         right = (
             isinstance(value, list)
             and self.least <= len(value) <= self.most
@@ -174,7 +174,7 @@ def _sections(value: Any) -> str | None:
 # ---- types of fields -------------------------------------------------------------------------------------------------
 
 Tier = Literal["quick", "quick-cuda", "full"]
-TableTier = Literal["quick", "quick-pairs", "quick-values", "quick-cuda", "full"]
+TableTier = Literal["quick", "quick-values", "quick-cuda", "full"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Layout = Annotated[Literal["tn", "nn", "nt"], Flag.ALWAYS]
 Orientation = Annotated[Literal["rowwise", "columnwise"], Flag.CHANGED]
@@ -199,8 +199,8 @@ OptionalSectionsText = Annotated[str | None, _sections, Flag.CHANGED]
 Shape = tuple[int, ...]
 
 TABLE_TIERS: tuple[TableTier, ...] = get_args(TableTier)
-"""Tiers of the tables in case files. A table of `quick-pairs` or `quick-values` has cases of the tiers quick and
-quick-cuda. A case of several tables has the first of its tiers."""
+"""Tiers of the tables in case files. A table of `quick-values` has cases of the tiers quick and quick-cuda.
+A case of several tables has the first of its tiers."""
 TIERS = ("quick", "full")
 """Tiers of runs and records."""
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
@@ -211,7 +211,8 @@ ORDER = (
     "accumulate", "bias", "quantized_parameters", "delayed_wgrad", "recompute", "use",
 )  # fmt: skip
 """Fields in the order in which messages name their keys, and in which the lists of a table are expanded: cases of the
-last key with a list are neighbours. Other fields of an operation follow as it declares them, and then `_LAST`."""
+last key with a list are neighbours. Further fields of an operation follow in the order of their declaration, and then
+`_LAST`."""
 _LAST = ("autograd", "repeats", "concurrency")
 _LABELLED = ("recipe", "w_recipe", "training", "shape", "x", "w", "out", "dtype", "inputs")
 """Fields with a place of their own in an id."""
@@ -255,7 +256,7 @@ class Key:
         return f"{self.name}:{value}".replace("e+", "e") if named else str(value)
 
     def read(self, flag: str) -> Any:
-        """The inverse of `render`: the value of a flag, or None for the flag of another key."""
+        """The inverse of `render`: the value of a flag, or None for a flag of a different key."""
         if self.flag is None:
             return None
         name, _, number = flag.partition(":")

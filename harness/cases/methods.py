@@ -1,4 +1,4 @@
-"""Methods of backends, and where the built-in backends have them."""
+"""Methods of backends, and their places in the built-in backends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Method:
     reference: str = ""
     """Place of the function of the reference; empty: `narrowgauge.reference.ops` exports it."""
     native: str = ""
-    """Place of the function of the native kernels; empty: the function that `narrowgauge.native.ops`
-    exports, if it does."""
+    """Place of the function of the native kernels; empty: the function exported by `narrowgauge.native.ops`, if any."""
     converted: bool = False
     """Whether the attribute `conventions` of a backend says how the results are stored."""
     optional: tuple[str, ...] = ()
-    """Keyword arguments that a function under `narrowgauge.check` may leave out: they say what its operands say."""
+    """Keyword arguments that a function under `narrowgauge.check` may leave out: the operands have the same
+    information."""

@@ -47,7 +47,7 @@ _OWN = Path(__file__).parents[1] / "operations"
 _PACKAGE = "narrowgauge.harness.operations"
 _CONTRACTS = "narrowgauge.contracts"
 _OUTSIDE = "narrowgauge_operations"
-"""Beginning of the names of packages: each folder of a user is one, with the modules of its operations."""
+"""Beginning of the names of packages: every folder of a user is a package, with the modules of its operations."""
 _DEFINES = re.compile(r"^OPERATION\b", re.MULTILINE)
 _CONTRACT = re.compile(r"^@(\w+\.)*contract\b", re.MULTILINE)
 
@@ -78,7 +78,7 @@ class _Place:
 
 
 class _Operations(Mapping[str, type[Case]]):
-    """Case classes by the names of the operations; each is loaded when it is first asked for."""
+    """Case classes by the names of the operations; a module is loaded at its first use."""
 
     def __init__(self) -> None:
         self._found: tuple[str, dict[str, _Place]] | None = None
@@ -210,7 +210,7 @@ def main_module(name: str) -> ModuleType:
 
 
 def parts_of_operations(part: str) -> Iterator[ModuleType]:
-    """The module `<part>.py` in the folder of each operation that has one, such as `bench`."""
+    """The modules `<part>.py` in the folders of operations, for example `bench`."""
     for place in OPERATIONS.places.values():
         if place.folder and (Path(place.source) / f"{part}.py").is_file():
             yield loaded(f"{place.module}.{part}", place.source)
@@ -227,7 +227,7 @@ def loaded(module: str, source: str) -> ModuleType:
 
 
 def use_operations(paths: Sequence[str | os.PathLike[str]]) -> None:
-    """Add files and folders of operations for this process and for all that it starts.
+    """Add files and folders of operations for this process and for its child processes.
 
     Raises OperationError for a path without an operation, and for an operation that cannot be loaded.
     """
@@ -255,7 +255,7 @@ def outside_operations() -> list[str]:
 
 
 def outside_files() -> list[Path]:
-    """Python files of a user's operations, and those that they import relatively, sorted. Contracts are not among
+    """Python files of a user's operations, with their relative imports, sorted. Contracts are not among
     them: their digests say more."""
     places = [OPERATIONS.places[name] for name in outside_operations()]
     sources = [Path(place.source) for place in places if place.contract is None]
@@ -354,7 +354,7 @@ def all_methods() -> dict[str, Method]:
 
 
 def all_descriptions() -> tuple[str, ...]:
-    """Optional methods of a backend that describe it and compute no result."""
+    """Optional methods of a backend that describe the backend and compute no result."""
     return tuple(dict.fromkeys(name for cls in OPERATIONS.values() for name in cls.descriptions))
 
 

@@ -20,7 +20,7 @@ LAYOUT_TILE = 128
 
 
 def number_of(text: str) -> int | None:
-    """The number that ASCII digits write, or None. Other digits, signs, spaces and more than 18 digits are no number:
+    """The number of ASCII digits, or None. Other digits, signs, spaces and more than 18 digits are no number:
     `int` reads "٣" as 3."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
@@ -103,7 +103,7 @@ def band_rows(rows: int, columns: int) -> list[slice]:
 
 
 def bands_problem(elements: int) -> str | None:
-    """Why a matrix of so many elements is judged whole, or None."""
+    """Reason to judge a matrix of this many elements as a whole, or None."""
     if elements > FAR[1]:
         return None
     return f"bands is true, but the matrix has {elements} elements; up to 2^31 a matrix is judged whole: leave it out"

@@ -1,1 +1,1 @@
-"""Rules that compare a kernel's result with the expected result: one file for each rule."""
+"""Rules that compare a kernel's result with the expected result: a file per rule."""

@@ -1,7 +1,7 @@
 """How far wrong elements are from what is expected, in words.
 
 A distance of a few neighbouring numbers is a count of steps. From `RELATIVE_FROM` steps on, it is a relative
-difference: a count such as 202 831 874 says nothing. No count of steps leads to NaN, to infinity or to the other sign:
+difference: a count like 202 831 874 has no meaning. No count of steps leads to NaN, to infinity or to the other sign:
 such elements are named and counted.
 """
 
@@ -29,7 +29,7 @@ KINDS = (
     "finite where infinity is expected", NO_CODE,
 )  # fmt: skip
 """Kinds of wrong elements, as sentences name them. Both numbers of the first three kinds are finite: the worst element
-that a report shows is of the first kind that occurs."""
+of a report is of the first occurring kind."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class Distances:
 
     @property
     def _relative(self) -> bool:
-        """Whether ordinary elements are so far that a relative difference tells more than steps."""
+        """Whether ordinary elements are far enough for a relative difference in place of steps."""
         return self.comparison is not None and self.steps[ORDINARY].high >= RELATIVE_FROM
 
     @property
     def worst(self) -> int:
         """Index of the worst element, counted row by row: of the first kind in `KINDS` that occurs, the farthest. Of
-        elements that are no numbers, the first: none is worse than another."""
+        elements that are no numbers, the first: all are equally bad."""
         kind = next(kind for kind in KINDS if self.kinds[kind])
         far = self._relative if kind == ORDINARY else kind == OTHER_SIGN
         return (self.differences if far else self.steps)[kind].index
@@ -164,7 +164,7 @@ def _judged_chunks(
 def _judge(
     expected: torch.Tensor, actual: torch.Tensor, steps: torch.Tensor, fmt: Format | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Place of each element in `KINDS`, int64, and |actual − expected| / |expected|, float64, which may be infinite."""
+    """Places of the elements in `KINDS`, int64, and |actual − expected| / |expected|, float64, also infinite."""
     no_code = torch.zeros_like(actual, dtype=torch.bool)
     if fmt is None:
         e, a = expected.double(), actual.double()

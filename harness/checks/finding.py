@@ -211,7 +211,7 @@ def _special_index(code: int, fmt: Format) -> int:
 
 def _count_places(wrong: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Numbers of wrong elements of each row (M,), of each column (N,), int64, and the heat map of tiles."""
-    # Powers of two: tiles of another size would beat with mistakes that repeat in each block, and show bands.
+    # Powers of two: tiles of a different size would beat with mistakes repeated in every block, and show bands.
     height, width = (1 << max(0, (-(-extent // _HEAT_TILES) - 1).bit_length()) for extent in wrong.shape)
     of_columns = torch.zeros(wrong.shape[1], dtype=torch.float64, device=wrong.device)
     of_tile_rows = []

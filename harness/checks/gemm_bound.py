@@ -49,7 +49,7 @@ def within_bounds(actual: torch.Tensor, limits: Bounds) -> torch.Tensor:
 
     Exact elements are all elements of tier 0, and elements of tier 1 that the declared order sums without rounding. An
     exact element is correct if it equals the expected or the fused value bit for bit; the sign of a zero sum is free.
-    Any other element is correct if it lies in [lower, upper]. NaN is correct if NaN is expected.
+    All further elements are correct inside [lower, upper]. NaN is correct if NaN is expected.
 
     A kernel may decode operands to float32 first. Then every output that overflows so has the value of `decoded`.
     """
@@ -99,7 +99,7 @@ def _distance_to_bounds(actual: torch.Tensor, limits: Bounds) -> torch.Tensor:
 
 
 def _count_by_tier(wrong: torch.Tensor, tier: torch.Tensor) -> str:
-    """Number of wrong elements of each tier that has any, as a sentence."""
+    """Numbers of wrong elements by tier, as a sentence."""
     reasons = (
         "where no order of summation can round", "that the declared order cannot give", "outside the proved bound"
     )  # fmt: skip

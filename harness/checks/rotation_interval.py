@@ -48,7 +48,7 @@ def rotated_interval(x: torch.Tensor, recipe: Recipe) -> Interval:
 
     No partial sum is above S + E or below -T - E, with S and T the sums of the magnitudes of the positive and of the
     negative products. If only S + E exceeds the largest number, no partial sum is -infinity: a sum that overflows stays
-    +infinity and never becomes NaN, so the interval is [v - E, +infinity]; the same for the other sign.
+    +infinity and never becomes NaN: the interval is [v - E, +infinity]; the same for the other sign.
 
     Raises the errors of `transform`.
     """
@@ -73,7 +73,7 @@ def rotated_interval(x: torch.Tensor, recipe: Recipe) -> Interval:
         ends = torch.where(downward, -torch.inf, _down(v - error)), torch.where(upward, torch.inf, -_down(-v - error))
         shape = x[rows].shape
         low, high = (end.to(torch.bfloat16) for end in ends)
-        # More than half of such sums may overflow, so two values beside each other would not be a matter of chance.
+        # More than half of these sums may overflow: two neighbouring values would not be a matter of chance.
         low = torch.where(upward & (low == _LARGEST), _SECOND, low)
         high = torch.where(downward & (high == -_LARGEST), -_SECOND, high)
         # The sign of a zero sum depends on the order.

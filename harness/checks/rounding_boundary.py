@@ -1,9 +1,9 @@
 """Check of results whose order of summation is free, docs/tolerance.md#boundary.
 
-An element is correct if some value of its interval rounds to it. A correct element that differs from the reference's
-order is excused and counted. An element can be excused only if its interval straddles a rounding boundary. If errors
-are symmetric about the exact sum, at most half of these elements differ on average. The check therefore also fails if
-more elements are excused than chance explains.
+An element is correct if any value of its interval rounds to the element. A correct element that differs from the
+reference's order is excused and counted. An element can be excused only if its interval straddles a rounding boundary.
+If errors are symmetric about the exact sum, at most half of these elements differ on average. The check therefore also
+fails if more elements are excused than chance explains.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class StageResult:
     wrong_elements: torch.Tensor | None = None
     """bool mask of the wrong elements in the coordinates of the finding. None: no wrong elements, or no coordinates."""
     causes: list[str] = field(default_factory=list)
-    """Causes that the check itself observed (guard zones, repeated runs), by the names that explanations use."""
+    """Causes observed by the check itself (guard zones, repeated runs), by the names of explanations."""
     assumes: str = ""
     """What the bound of this stage assumes of device functions (docs/tolerance.md#device-functions); empty if
     nothing."""

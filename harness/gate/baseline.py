@@ -1,7 +1,7 @@
 """Baselines: accepted figures of a run, in a small file with readable diffs.
 
-The file is JSON: architecture, device, backend and seed, then a line for each group of cases whose ids begin alike. The
-group of a case follows from its id, so a changed case changes only its own line.
+The file is JSON: architecture, device, backend and seed, then a line per group of cases with a common beginning of
+their ids. The group of a case follows from its id, so a changed case changes only its own line.
 """
 
 from __future__ import annotations

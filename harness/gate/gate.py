@@ -33,7 +33,7 @@ from narrowgauge.harness.report.text import number, plural
 
 _OTHER_KINDS = ("another architecture", "another backend", "another seed", "another rule")
 _OF_RUN = ("nothing ran", "nothing was compared", "interrupted", "a part", *_OTHER_KINDS)
-"""Kinds of a problem of the whole run, which have one line."""
+"""Kinds of a problem of the whole run, with a single line."""
 KNOWN = "known to fail"
 """Kind of a case that fails as the ledger expects, and that is not in the baseline with these figures."""
 PASSES = "known to fail, and pass"

@@ -1,4 +1,4 @@
-"""The ledger of known failures: cases that are expected to fail, each with a reason and the link to an issue.
+"""The ledger of known failures: cases expected to fail, with a reason and the link to an issue.
 
 The file is `known.toml` beside the case files, with `[[known]]` tables; cases/README.md describes its schema.
 """
@@ -89,7 +89,7 @@ class Ledger:
     entries: tuple[Entry, ...] = ()
 
     def check(self, cases: Iterable[Case], folders: Iterable[Path] = ()) -> None:
-        """Raise LedgerError if an entry matches none of the cases or all of them.
+        """Raise LedgerError if an entry matches no case or all cases.
 
         A run may load a single case file. The other files of `folders` are read only if an entry matches none or all of
         the loaded cases, and count too.
@@ -114,7 +114,7 @@ class Ledger:
 
     @staticmethod
     def _mistaken(entries: Iterable[Entry], ids: Sequence[str]) -> list[Entry]:
-        """Entries that match none of the cases, or all of several."""
+        """Entries that match no case, or all of several cases."""
 
         def mistaken(entry: Entry) -> bool:
             return not any(map(entry.matches, ids)) or (len(ids) > 1 and all(map(entry.matches, ids)))
@@ -126,7 +126,7 @@ class Ledger:
         return [entry for entry in self.entries if entry.runs_on(backend, device) and entry.matches(case)]
 
     def stand_in(self, case: Case, *, backend: str, device: str, seed: int) -> dict[str, Any] | None:
-        """The record of a case that is not launched because it would crash or hang. None if the case is launched."""
+        """The record of a case not launched because of a known crash or hang. None if the case is launched."""
         from narrowgauge.harness.records.record import new_record
 
         for entry in self.entries_for(case.id, backend, device):

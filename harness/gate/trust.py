@@ -1,6 +1,6 @@
-"""Whether a finished run can be trusted: lines and header of its journal, its records, and the sources that made them.
+"""Whether a finished run can be trusted: lines and header of its journal, its records, and its sources.
 
-The commands that compare runs read them by `read_trusted`. A run that contradicts itself is refused before any
+The commands that compare runs read the runs by `read_trusted`. A run that contradicts itself is refused before any
 comparison: it is not worse than a baseline, it says nothing.
 """
 
@@ -46,7 +46,7 @@ def verify_sources(run: RecordedRun, path: Path) -> list[str]:
     """Compare the hashes of the sources in the header of a run with the sources of this narrowgauge, and of the backend
     and the captured tensors as this process finds them. `path`: place of the run, for messages.
 
-    Returns a sentence for each source that cannot be compared, because its file is not found. Raises UntrustedRunError
+    Returns a sentence per source without a comparison, because its file is not found. Raises UntrustedRunError
     for a changed source.
     """
     problems, notes = differences(run.loaded)
@@ -91,8 +91,8 @@ def verify_sources(run: RecordedRun, path: Path) -> list[str]:
 
 
 def _rules_now(run: RecordedRun) -> tuple[dict[str, str], list[str]]:
-    """The sources of a run that are rules and contracts of a user, as their files have them now; a sentence for each
-    whose file is not there."""
+    """The sources of a run that are rules and contracts of a user, as their files have them now; a sentence per missing
+    file."""
     now: dict[str, str] = {}
     notes = []
     for part, value in run.sources.items():
@@ -142,7 +142,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _header_problems(run: RecordedRun) -> Iterator[str]:
-    """Values that a field cannot have, and fields that contradict one another."""
+    """Impossible values of a field, and contradicting fields."""
     if run.device not in DEVICES:
         yield f"header: device is {shown(run.device)}, not {', '.join(DEVICES)}"
     if repeated := [case for case, count in Counter(run.cases).items() if count > 1]:
@@ -180,7 +180,7 @@ def _is_own(backend: str) -> bool:
 
 
 def _input_path(run: RecordedRun) -> str | None:
-    """The file of captured tensors that a run names in its records, if this process finds it."""
+    """The file of captured tensors in the records of a run, if found by this process."""
     files = {record["file"] for record in run.records}
     with suppress(OSError):  # a name that is too long
         if "input" in run.sources and len(files) == 1 and Path(file := files.pop()).is_file():

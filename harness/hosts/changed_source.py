@@ -21,7 +21,7 @@ _OPS = "narrowgauge.native.ops"
 
 
 def changed_source(file: str, text: str, folder: str) -> AbstractContextManager[None]:
-    """Context in which compiled kernels, or imported modules, have another text in place of `file`.
+    """Context for compiled kernels, or imported modules, with a changed text in place of `file`.
 
     `file`: a kernel file (`common/formats.cuh`) or a file of `native.modules` (`layer.py`). `folder`: for the changed
     kernels, in place of the cache. Raises ValueError for an unknown file.
@@ -50,7 +50,7 @@ def replaced_module(file: str, text: str) -> Iterator[None]:
 
 
 def _forget() -> dict[str, ModuleType]:
-    """Take the modules out of `sys.modules`, so that the next import executes their files. Gives the modules."""
+    """Take the modules out of `sys.modules`: the next import executes their files. Gives the modules."""
     names = [name for name in sys.modules if name == _OPS or f"{name}.".startswith(f"{_PACKAGE}.")]
     return {name: sys.modules.pop(name) for name in names}
 

@@ -133,7 +133,8 @@ def _decode(value: Any, tensor: Decoder, classes: Classes, depth: int = 2 * _DEP
 
 @cache
 def _recipe(recipe: Recipe) -> Any:
-    """A recipe as JSON: its name, or its fields if no name gives it, or a file of rules, which may change."""
+    """A recipe as JSON: its name; or its fields, if it has no name, or the name belongs to a file of rules, which may
+    change."""
     try:
         if str(recipe) not in own_rules() and find_recipe(str(recipe)) == recipe:
             return str(recipe)

@@ -28,7 +28,7 @@ _LONGEST = (1 << 31) - 1
 
 
 class FrameError(Exception):
-    """The other side wrote bytes that are no frame, or closed the connection."""
+    """The peer wrote bytes that are no frame, or closed the connection."""
 
 
 class Connection:

@@ -1,4 +1,4 @@
-"""Layers of a training: their forward and backward as calls of a judge, which keeps the weights and trains them."""
+"""Layers of a training: their forward and backward as calls of a judge, which keeps and trains the weights."""
 
 from __future__ import annotations
 

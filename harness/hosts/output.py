@@ -74,14 +74,14 @@ class Stack:
     """Where a host was at its end."""
 
     place: str = ""
-    """The innermost line of the user in the thread that died, or that took the signal: `kernels.py:12 in quantize`.
-    Without one, the line of another thread or of a package. Empty if unknown."""
+    """The innermost line of the user in the thread that died, or took the signal: `kernels.py:12 in quantize`.
+    Without a line of the user, the line of a further thread or of a package. Empty if unknown."""
     frames: str = ""
     """The frames of the threads with code of the user, each on a line, the innermost first."""
 
     @classmethod
     def parse(cls, text: str) -> Stack:
-        """The stack in the text of faulthandler: of the last fatal error if there is one."""
+        """The stack in the text of faulthandler: of the last fatal error, if any."""
         text = text[text.rfind(_FATAL) :] if _FATAL in text else text
         parts = re.split(r"^(Current thread|Thread) 0x.*$", text, flags=re.MULTILINE)[1:]
         by_thread = sorted(zip(parts[::2], parts[1::2], strict=True), key=lambda part: part[0] != "Current thread")

@@ -1,7 +1,7 @@
 """A kernel host, as seen by its judge.
 
 The judge places inputs in shared memory, sends calls, and copies the results out of the shared memory before it looks
-at them. A host that ends, hangs or writes bytes that are no message costs the case that runs: `HostLost`.
+at them. A host that ends, hangs or writes bytes that are no message costs the running case: `HostLost`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from narrowgauge.harness.backends.module_driver import Plan, Step
 
 _NOTES, _NOTE = 20, 2000
-"""Notes of an answer that are kept, and characters of each. A kernel decides what a host says."""
+"""Largest number of notes kept of an answer, and of characters of a note. A kernel decides what a host says."""
 _NAMES = 10_000
 """Files and packages of an answer that are kept."""
 _SLOW = 10.0
-"""Seconds of an import of a backend from which on a note says so: every kernel host imports it."""
+"""Seconds of an import of a backend that make a note: every kernel host imports it."""
 _SETTLE = 5.0
 """Seconds that the end of a case has at least."""
 
@@ -94,7 +94,7 @@ class RemoteHost:
         self._first: dict[str, tuple[str, torch.Tensor]] = {}
         """Kind of the memory, and bytes, of the first result of each method of the case."""
         self.loaded: list[dict[str, Any]] = []
-        """Modules and packages that the backend has loaded, as `harness.backends.loading.Loaded.news` gives them. The
+        """Modules and packages loaded by the backend, in the form of `harness.backends.loading.Loaded.news`. The
         reader empties the list."""
         self._notes: list[dict[str, str]] = []
         self.loading = 0.0
@@ -111,11 +111,11 @@ class RemoteHost:
         self._others: list[RemoteHost] = []
         """Hosts of the ranks from 1 on, which have the same parent: the end of one host ends all."""
         self._family: list[RemoteHost] = self._others
-        """Hosts that end with this one."""
+        """Hosts that end with this host."""
         self._begun: list[RemoteHost] = []
         """Hosts of ranks in the case."""
         self._ended_with_rank = False
-        """Whether the process ended with that of another rank."""
+        """Whether the process ended with the process of a further rank."""
         marker = f"narrowgauge-{secrets.token_hex(8)}"
         hidden = settings.hidden if settings.untrusted else None
         self.transport = Transport(channel, marker, interpreter, hidden, gpu)
@@ -455,7 +455,7 @@ class RemoteHost:
         expected = [torch.cat([entry.bytes for entry in script]) for script in scripts]
         total = count * sum(part.numel() for part in expected)
         self.results.open(home, total)
-        # Other bytes than those expected: a host that does not write a result gives a wrong one.
+        # Other bytes than those expected: a host that does not write a result gives a wrong result.
         self.results.bytes(home, total).copy_(torch.cat([~part.repeat(count) for part in expected]))
         settle_copies(home)
         messages = []
@@ -495,7 +495,8 @@ class Call:
     bytes: torch.Tensor
     """The bytes of the result."""
     placed: list[torch.Tensor]
-    """Arguments that are no inputs of the run, such as results of earlier calls: the judge placed them for the call."""
+    """Arguments beside the inputs of the run, for example results of earlier calls: the judge placed them for the
+    call."""
 
 
 class RemoteRun:
@@ -551,8 +552,8 @@ def _raise_error(answer: dict[str, Any]) -> None:
 
 
 def _sentences(entries: Any) -> list[dict[str, str]]:
-    """Causes and sentences of an answer, the first `_NOTES` of them, cut. Raises KeyError or TypeError if it has
-    others."""
+    """Causes and sentences of an answer, the first `_NOTES` of them, cut. Raises KeyError or TypeError for any further
+    entries."""
     kept = [{key: str(entry[key])[:_NOTE] for key in ("cause", "sentence")} for entry in entries[:_NOTES]]
     if len(entries) > _NOTES:
         kept.append({"cause": "more-notes", "sentence": f"{len(entries) - _NOTES} more notes of the case are left out"})

@@ -1,10 +1,11 @@
 """Takes the reference, and the files of a run, out of the reach of a kernel host (`--untrusted`).
 
-A host enters user, mount and IPC namespaces of its own. There, empty folders lie over those of `hidden_folders`: no
+A host enters user, mount and IPC namespaces of its own. In the namespace, empty folders lie over `hidden_folders`: no
 code of the host, of its children or of a compiled extension can open their files, and the memory of processes outside
-of the user namespace is closed to it. The host then enters a second user namespace. The mounts belong to the first one,
-so the system refuses to take them away. Systems without unprivileged namespaces may have Landlock: the host may then
-read files beside these folders only. With Landlock of Linux 6.12 a host cannot send signals to other processes either.
+of the user namespace is closed to it. The host then enters a second user namespace. The mounts belong to the first
+namespace: the system refuses to take the mounts away. Systems without unprivileged namespaces may have Landlock: the
+host may then read files beside these folders only. With Landlock of Linux 6.12 a host cannot send signals to other
+processes either.
 
 None of these takes rights away from the judge: the kernel of the system holds them for the process and its children.
 """
@@ -70,7 +71,7 @@ def separate(own: Sequence[str]) -> str:
     """
     reference = hidden_folders()
     present = [folder for folder in map(os.path.realpath, own) if os.path.isdir(folder)]
-    # Landlock would refuse the new files beside the folders of the run, such as those of a compiler.
+    # Landlock would refuse new files beside the folders of the run, for example of a compiler.
     ways = ((NAMESPACES, _enter_namespaces, reference + present), (LANDLOCK, _restrict_reads, reference))
     found = NOTHING
     for name, function, folders in ways:
@@ -78,19 +79,19 @@ def separate(own: Sequence[str]) -> str:
             function(folders)
             found = name
             break
-    # A change of rights closes /proc/self of a process to other processes of the user, such as its judge.
+    # A change of rights closes /proc/self of a process to all processes of the user, for example its judge.
     _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)
     return found
 
 
 def refuse_imports() -> None:
-    """Let imports of modules that a host cannot read raise an ImportError that names the reason."""
+    """Let imports of unreadable modules raise an ImportError with the reason."""
     if not any(isinstance(finder, _RefusingFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RefusingFinder())
 
 
 class _RefusingFinder:
-    """Finder that raises for modules out of reach: it gives a message, and protects nothing."""
+    """Finder that raises for modules out of reach: the finder only gives a message, without protection."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -147,7 +148,7 @@ def _restrict_reads(folders: Sequence[str]) -> None:
 
 
 def _beside(folders: Sequence[str]) -> list[str]:
-    """Files and folders that hold none of these folders, and together all other files of the system."""
+    """Files and folders without these folders inside, together all further files of the system."""
     closed = set(folders)
     opened = {str(parent) for folder in folders for parent in Path(folder).parents}
     entries = [os.path.join(folder, name) for folder in sorted(opened) for name in os.listdir(folder)]

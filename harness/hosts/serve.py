@@ -2,7 +2,7 @@
 
 The judge sends a message and waits for the answer. Every message has a key `op`, the name of a method of `_Server`.
 Arguments and results are `codec` values; a tensor argument is a slot of the inputs with the place in the slot, a tensor
-result a place in the results. The judge believes nothing that this process says in favour of a kernel.
+result a place in the results. The judge believes no word of this process in favour of a kernel.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class _Server:
         }  # fmt: skip
 
     def _left(self) -> list[dict[str, str]]:
-        """A note on the threads of Python that the case started, and that still run."""
+        """A note on the running threads of Python started by the case."""
         names = sorted(thread.name for thread in set(threading.enumerate()) - self.threads)
         if not names:
             return []
@@ -257,8 +257,8 @@ class _Server:
         return self.host.run(method, getattr(self.host.implementation, method), *arguments, **options)
 
     def on_repeat(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-        """Run recorded calls many times, without guard zones, and write all results one after the other. The answer
-        has the numbers of the calls of each run whose results have another form than recorded."""
+        """Run recorded calls many times, without guard zones, and write all results in sequence. The answer has the
+        numbers of the calls, per run, with results of a form not recorded."""
         runs = [self._repeated_calls(run) for run in message["runs"]]
         other_forms: list[list[int]] = []
         memory, first = self.results[message["home"]].bytes, 0
@@ -335,7 +335,7 @@ class _Server:
         return {"used": writer.used}
 
     def _aliases(self, method: str, results: list[torch.Tensor], slots: _Slots) -> list[dict[str, str]]:
-        """The results that share memory with an input or with a result that the backend still holds."""
+        """The results that share memory with an input or with a result still held by the backend."""
         found = []
         alive = {}
         for ref, name in self.earlier:
@@ -471,7 +471,8 @@ class _Writer:
     def place(self, tensor: torch.Tensor) -> list[Any]:
         """The place of a tensor: first byte, dtype, shape, and strides or None. The bytes are contiguous.
 
-        Raises ValueError for a tensor on another device than the backend, and for one without the memory of its shape.
+        Raises ValueError for a tensor outside of the backend's device, and for a tensor without the memory of its
+        shape.
         """
         if tensor.device.type != self._device.type:
             raise ValueError(f"a tensor on {tensor.device}; its input is on {self._device}")

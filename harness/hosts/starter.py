@@ -40,21 +40,21 @@ from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
 
 _IMPORTED = ("torch", "numpy.random", "narrowgauge.harness.hosts.serve")
 _KERNELS = "narrowgauge.native.ops"
-"""Imported for hosts alone, after the fork of a server that was requested first: both then import at the same time."""
+"""Modules imported for hosts alone, after the fork of the first server: both then import at the same time."""
 _REMOVE = 0
 """IPC_RMID of linux/ipc.h."""
 _MARK = "NARROWGAUGE_STARTER"
 """Environment variable with a number of its own in the starter and in all its descendants."""
 _POLL = 0.02
-"""Seconds between two looks at a process that is to end."""
+"""Seconds between two checks of a process about to end."""
 
 
 class StarterError(Exception):
-    """The process that starts hosts does not answer."""
+    """The parent of hosts does not answer."""
 
 
 class Channel:
-    """A connection to the starter, for the hosts of a judge: the end of one ends all others. Threads may share it."""
+    """A connection to the starter, for the hosts of a judge: the end of any host ends all. Threads may share it."""
 
     def __init__(self, end: socket.socket) -> None:
         self._connection = Connection(end)
@@ -69,12 +69,12 @@ class Channel:
         gpu: str = "",
         deadline: float = float("inf"),
     ) -> tuple[int, str]:
-        """Start a host. Gives its process id, and the mechanism that separates it (`harness.hosts.separation`).
+        """Start a host. Returns its process id, and the mechanism of its separation (`harness.hosts.separation`).
 
         `descriptors`: its connection, its output, and the file of its stacks. `environment`: variables of a fresh
-        interpreter, for libraries that load at its start; None: a fork. `hidden`: folders of the run that a separated
-        host does not see; None: the host is not separated, and the mechanism is empty. `gpu`: name of the only GPU
-        that the host sees; empty: those of this process.
+        interpreter, for libraries loaded at its start; None: a fork. `hidden`: folders of the run hidden from a
+        separated host; None: the host is not separated, and the mechanism is empty. `gpu`: name of the only GPU of the
+        host; empty: those of this process.
         """
         state = process_state()
         state["environment"] |= {VISIBLE_DEVICES: gpu} if gpu else {}
@@ -104,7 +104,7 @@ class Channel:
 
 
 class Starter:
-    """The starter, as seen by the process that runs cases."""
+    """The starter, as seen by the run."""
 
     def __init__(self) -> None:
         ours, theirs = pair()
@@ -148,7 +148,8 @@ class Starter:
             connection.close()
 
     def close(self) -> None:
-        """End the process, all servers and all hosts, and what a backend left behind after it killed their parents."""
+        """End the process, all servers and all hosts, and processes left behind by a backend that killed their
+        parents."""
         if not readable([self._connection], 0.0):  # it still imports torch, and has no children
             self._process.kill()
         for module in list(self._servers):
@@ -166,8 +167,8 @@ _starter: Starter | None = None
 
 
 def starter() -> Starter:
-    """The starter of this process. It starts with the first call, and again if it has ended. The system ends it with
-    the thread of that call."""
+    """The starter of this process. The starter starts with the first call, and again if it has ended. The system ends
+    the starter with the thread of this call."""
     global _starter  # noqa: PLW0603
     if _starter is not None and not _starter.alive:
         close_starter()
@@ -178,7 +179,7 @@ def starter() -> Starter:
 
 
 def close_starter() -> None:
-    """End the starter of this process, if there is one."""
+    """End the starter of this process, if any."""
     global _starter  # noqa: PLW0603
     if _starter is not None:
         _starter.close()
@@ -189,7 +190,7 @@ def close_starter() -> None:
 
 
 def main(descriptor: int) -> None:
-    """Fork a process for each judge, until the process that runs cases ends."""
+    """Fork a process per judge, until the run ends."""
     end_with_parent()
     gc.disable()  # imports make no garbage, and collections take a tenth of the time of importing torch
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -204,9 +205,9 @@ def main(descriptor: int) -> None:
     adopt_orphans()  # a backend can kill the process that would end what its host leaves behind
     run = Connection(socket.socket(fileno=descriptor))
     forked: dict[int, int] = {}
-    """Forks of this process, by file descriptors that can be read at their end."""
+    """Forks of this process, by file descriptors that become readable at their end."""
     channels: dict[int, socket.socket] = {}
-    """Channels whose judge has not asked for a host yet: most judges never use their second channel."""
+    """Channels before the judge's first request for a host: most judges never use their second channel."""
     with suppress(FrameError):
         run.send({"ready": True})
         while True:
@@ -259,7 +260,7 @@ def process_state() -> dict[str, Any]:
 
 
 def take_state(state: dict[str, Any]) -> None:
-    """Take the folder, the import path and the environment variables of another process."""
+    """Take the folder, the import path and the environment variables of a second process."""
     os.chdir(state["folder"])
     os.environ.clear()
     os.environ.update(state["environment"])
@@ -287,7 +288,7 @@ def run_and_exit(function: Callable[[], None]) -> None:
 
 
 def _warm_up() -> None:
-    """Make torch give its warning of read-only memory, which it gives once."""
+    """Make torch give its only warning of read-only memory."""
     import torch
 
     with warnings.catch_warnings():
@@ -296,7 +297,7 @@ def _warm_up() -> None:
 
 
 def _wait_for_children(forked: Collection[int]) -> None:
-    """Wait until the judges have ended, and with them the processes that start their hosts. End all others."""
+    """Wait until the judges and their parents of hosts have ended. End all remaining processes."""
     until = time.monotonic() + KILLED
     while not set(forked).isdisjoint(children(os.getpid())) and time.monotonic() < until:
         time.sleep(_POLL)
@@ -400,7 +401,7 @@ def end_orphans_at_exit() -> None:
 
 
 def remove_shared_memory(creators: Collection[int]) -> None:
-    """Remove the System V shared memory that these processes made: it stays in memory when they have ended."""
+    """Remove the System V shared memory made by these processes: the memory outlives its processes."""
     with suppress(OSError), open("/proc/sysvipc/shm", encoding="ascii") as file:
         for _, number, _, _, creator, *_ in map(str.split, file.readlines()[1:]):
             if int(creator) in creators:
@@ -422,7 +423,7 @@ def _end_descendants(kept: Collection[int] = ()) -> set[int]:
 
 
 def _end_marked(mark: str) -> None:
-    """Kill the processes that began with this value of `_MARK`, or are forks of such a process."""
+    """Kill the processes started with this value of `_MARK`, and their forks."""
     until = time.monotonic() + KILLED
     while (found := [pid for pid in processes() if _began_with(pid, f"{_MARK}={mark}")]) and time.monotonic() < until:
         for pid in found:
@@ -431,7 +432,7 @@ def _end_marked(mark: str) -> None:
 
 
 def _began_with(pid: int, variable: str) -> bool:
-    """Whether a process that this process may read began with an environment variable."""
+    """Whether a readable process was started with an environment variable."""
     try:
         return variable.encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

@@ -1,7 +1,7 @@
-"""Finding the input that a kernel on a CPU writes to: inputs are mapped read-only, so that the write raises SIGSEGV.
+"""Finding the input that a kernel on a CPU writes to: inputs are mapped read-only: the write raises SIGSEGV.
 
-The handler sends the place of the write to the judge and ends the process. A fault anywhere else gets the handler that
-was there before: that of other inputs, that of a sanitizer, or the default, which ends the process by the signal.
+The handler sends the place of the write to the judge and ends the process. A fault at a different address gets the
+earlier handler: of further inputs, of a sanitizer, or the default, which ends the process by the signal.
 """
 
 from __future__ import annotations

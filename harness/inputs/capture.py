@@ -41,7 +41,7 @@ MOST_TENSORS = 100_000
 LONGEST_NAME = 1000
 """Characters of the name of a tensor."""
 DEEPEST = 64
-"""Dictionaries and lists inside each other in a .pt file."""
+"""Largest number of nested dictionaries and lists in a .pt file."""
 _NPY_HEADER = 1 << 14
 """Bytes read for the header of a .npy file. NumPy refuses headers with more than 10 000 characters."""
 
@@ -335,7 +335,7 @@ def _npz(path: Path) -> Iterator[tuple[str, Header]]:
 
 
 class _ShortReads(io.FileIO):
-    """A file from which nobody reads much at once. `ZipFile` reads the whole directory of an archive at once."""
+    """A file without large reads. `ZipFile` reads the whole directory of an archive at once."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > LARGEST_DIRECTORY:
@@ -345,7 +345,7 @@ class _ShortReads(io.FileIO):
 
 @contextmanager
 def _archive(path: Path) -> Iterator[ZipFile]:
-    """A zip archive with one member of each name. Raises ValueError or BadZipFile."""
+    """A zip archive with unique names of its members. Raises ValueError or BadZipFile."""
     with _ShortReads(path) as file, ZipFile(file) as archive:
         members = archive.infolist()
         if len(members) > MOST_TENSORS:

@@ -75,7 +75,7 @@ class Draw:
             words = self.words(len(part))
             bins = (words >> 16).add_(_BINS // 2)
             inside = words.bitwise_and_(0xFFFF).float().mul_(2.0**-16)
-            # Two roundings, never one: a fused multiply-add would give other bits on other machines.
+            # Two roundings, never one: a fused multiply-add would give different bits on different machines.
             torch.mul(width.index_select(0, bins), inside, out=inside)
             part.copy_(inside.add_(lower.index_select(0, bins)))
         return out.view(shape)

@@ -22,7 +22,7 @@ BITS = 48
 LEAST, MOST = 0.5, 1.5
 """Work of a drawn case divided by the work of its original; the estimated memory is at most `MOST` times as large."""
 STRETCH = 2.0
-"""Largest factor between a size and the size that is drawn for it."""
+"""Largest factor between a size and its drawn size."""
 COARSEST = 128
 """Largest power of two that a drawn size keeps as a divisor: rows of a tile of swizzled scales, columns of a block."""
 LIKE_ORIGINAL = 0.75
@@ -31,7 +31,7 @@ finest power of two."""
 ATTEMPTS = 200
 """Draws of a case before its shape stays and only its family is drawn."""
 ZEROS = ("zeros", "negative-zeros", "amaxes-zeros")
-"""Families that test little, because nearly every wrong kernel is right on them: drawn only for a case of ZEROS."""
+"""Families of weak tests: nearly every wrong kernel is right on these inputs: drawn only for a case of ZEROS."""
 
 Axis = tuple[str, str, tuple[str, ...], int, int]
 """Operation, recipe, flags, number of sizes, and the index of a size in the shape."""
@@ -48,13 +48,13 @@ def input_seed(secret: int) -> int:
 
 
 def drawn_cases(cases: Sequence[Case], secret: int, *, matrix: Iterable[Case] = ()) -> list[Case]:
-    """A drawn case for each of `cases`, in order: another shape, another input family, and the same other fields.
+    """A drawn case for each of `cases`, in order: a new shape, a new input family, and the same remaining fields.
 
     A drawn size is half to twice its original. It is a multiple of the finest power of two (at most 128) that a size of
     the same operation, recipe and flags has on this axis, so that a drawn case asks no finer alignment of a kernel than
     the known cases do. Sizes of 0 stay 0. Work and memory stay within `LEAST` and `MOST` times those of the original.
 
-    The ids differ from one another and from the ids of `cases` and of `matrix`, the other cases that are known. A case
+    The ids are different, also from the ids of `cases` and of `matrix`, the further known cases. A case
     without a free shape and family, such as a product of 0x0x0 with each of its families in the matrix, stays itself.
     The result depends on `cases`, `matrix` and `secret` alone.
     """
@@ -70,7 +70,7 @@ def drawn_cases(cases: Sequence[Case], secret: int, *, matrix: Iterable[Case] = 
 
 
 def _drawn(case: Case, draw: random.Random, finest: Mapping[Axis, int], taken: set[str]) -> Case:
-    """A case with an id that is not in `taken`, or `case` itself if there is none."""
+    """A case with an id not in `taken`, or `case` itself if all are taken."""
     families = [family for family in case.families() if family not in ZEROS or case.inputs in ZEROS]
     for _ in range(ATTEMPTS):
         changed: dict[str, Any] = {"inputs": draw.choice(families)}
@@ -121,7 +121,7 @@ def _axes(case: Case) -> list[tuple[Axis, int]]:
 
 
 def _finest(cases: Iterable[Case]) -> dict[Axis, int]:
-    """The smallest of the powers of two that divide the sizes of each axis."""
+    """The smallest of the powers of two that divide the sizes, by axis."""
     finest: defaultdict[Axis, int] = defaultdict(lambda: COARSEST)
     for case in cases:
         for axis, size in _axes(case):

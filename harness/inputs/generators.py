@@ -1,4 +1,4 @@
-"""The input families: one function each, from random numbers to a matrix whose rows are quantized in blocks.
+"""The input families: functions from random numbers to a matrix with rows quantized in blocks.
 
 Every value is built exactly, or from one float32 rounding, and then rounded once to the case's dtype.
 """
@@ -45,7 +45,7 @@ class Wanted:
     largest_scale: float = 448.0
     """Largest scale of a block, if `two_levels`."""
     whole: bool = False
-    """Whether the tensor has one scale; blocks are then runs that a family fills each in its own way."""
+    """Whether the tensor has one scale; blocks are then runs, filled by the family."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,7 +70,7 @@ class Wanted:
 
     @property
     def exponents(self) -> tuple[int, int]:
-        """The least and the greatest power of two of the dtype, subnormal ones too."""
+        """The least and the greatest power of two of the dtype, subnormal numbers included."""
         limits = torch.finfo(self.dtype)
         return math.frexp(limits.smallest_normal * limits.eps)[1] - 1, math.frexp(limits.max)[1] - 1
 
@@ -91,7 +91,7 @@ def _grid(want: Wanted) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pin(want: Wanted, x: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
-    """`x` with one element of every block, anywhere in it, replaced by ±magnitude (`blocks`): the block's amax."""
+    """`x` with a random element of every block replaced by ±magnitude (`blocks`): the block's amax."""
     column = _inside(want.draw.below(want.width, *want.blocks), want.width, want.columns)
     place = column + torch.arange(0, want.columns, want.width)
     if want.height > 1:
@@ -114,7 +114,7 @@ def _inside(place: torch.Tensor, width: int, extent: int) -> torch.Tensor:
 
 
 def _put(want: Wanted, x: torch.Tensor, value: float) -> torch.Tensor:
-    """`x` with `value` at one place anywhere."""
+    """`x` with `value` at a random place."""
     x.view(-1)[want.draw.index(x.numel())] = value
     return x
 
@@ -148,8 +148,8 @@ def _e2m1_ties(want: Wanted) -> torch.Tensor:
 
 def _ties(want: Wanted) -> torch.Tensor:
     # A block whose amax is the element's largest number times 2^j has a scale of exactly 2^j, of E8M0 or float32: its
-    # midpoints times 2^j are midpoints when the kernel looks at them. fp16 has room for those exponents j alone at
-    # which the least midpoint, half of the least subnormal number, is still a number of it.
+    # midpoints times 2^j are midpoints when the kernel looks at them. fp16 has room only for exponents j with a
+    # representable least midpoint, half of the least subnormal number.
     element = want.element
     last = 15 - (math.frexp(element.max)[1] - 1)
     first = element.bias + element.mantissa_bits - 24
@@ -173,7 +173,7 @@ def _near_ties(want: Wanted) -> torch.Tensor:
 
 
 def midpoints(element: Format) -> tuple[float, ...]:
-    """The numbers halfway between two neighbours of a format that are not negative, subnormal ones too."""
+    """The numbers halfway between two nonnegative neighbours of a format, subnormal numbers included."""
     values = element.values[: element.max_code + 1]
     return tuple((one + other) / 2 for one, other in itertools.pairwise(values))
 
@@ -218,7 +218,7 @@ def _boundaries(want: Wanted) -> torch.Tensor:
     turn = number // len(scales)
     kind = (want.spread(turn) * size + inside) * _STRIDE % len(kinds)
     x = (kinds[kind] * want.spread(scale) * want.draw.signs(*want.shape)).to(want.dtype)
-    # Above the largest number some rules take the next scale: in one turn of 13. A power of two would meet the same
+    # Above the largest number, a few rules take the next scale: in one turn of 13. A power of two would meet the same
     # numbers again: 16 turns of MXFP8 have 512 elements, and E4M3 505 numbers and midpoints beside each other.
     amax = (element.max * scale).to(want.dtype)
     amax = _step(amax, ((turn % 13 == 12) & (scale < scales[-1])).int())
@@ -276,8 +276,8 @@ def _exponents(want: Wanted) -> torch.Tensor:
 
 
 def _every_exponent(want: Wanted) -> torch.Tensor:
-    # Block after block every exponent of the dtype, subnormal ones too, with any mantissa; where the tensor has one
-    # scale, one of them.
+    # Block after block every exponent of the dtype, subnormal numbers included, with any mantissa; a single exponent if
+    # the tensor has a single scale.
     lowest, highest = want.exponents
     count = highest - lowest + 1
     number = torch.zeros(1, dtype=torch.int64) if want.whole else torch.arange(math.prod(want.blocks))
@@ -285,7 +285,7 @@ def _every_exponent(want: Wanted) -> torch.Tensor:
     bits, mantissa = _BITS[want.dtype], _MANTISSA[want.dtype]
     smallest = math.frexp(torch.finfo(want.dtype).smallest_normal)[1] - 1
     field = (exponent - smallest + 1).clamp_(min=0) << mantissa
-    # Below it the leading bit is one of the mantissa, and the bits behind it are random.
+    # Below the smallest normal number the leading bit belongs to the mantissa, and the bits behind are random.
     free = (mantissa + (exponent - smallest).clamp(max=0)).clamp_(min=0)
     leading = torch.where(exponent < smallest, 1 << free, 0)
     tail = want.draw.words(len(number)).long() & ((1 << free) - 1)
@@ -347,7 +347,7 @@ def _zeros(want: Wanted) -> torch.Tensor:
 
 
 def _zero_rows(want: Wanted) -> torch.Tensor:
-    # Zeros fill one row of 16, the second of three bands of 16 rows, which holds whole tiles, and every fourth block.
+    # Zeros fill a row of 16, the second of three bands of 16 rows (whole tiles), and every fourth block.
     row, block = _grid(want)
     band = row * want.height // max(16, want.height)
     zero = (row % 16 == 5) | (band % 3 == 1) | ((row + block) % 4 == 3)
@@ -375,7 +375,7 @@ def _nan(want: Wanted) -> torch.Tensor:
 
 def _inf(want: Wanted) -> torch.Tensor:
     x = want.draw.normal(*want.shape)
-    # Tiles of FP8 are so large that one element in 512 would leave none of them finite.
+    # With an element in 512, no tile of FP8 would be finite.
     often = max(512, 2 * want.height * want.width)
     x = torch.where(want.draw.one_in(often, *want.shape), torch.copysign(torch.full_like(x, torch.inf), x), x)
     flat = x.view(-1)
@@ -404,9 +404,9 @@ def _nvfp4_position(want: Wanted) -> torch.Tensor:
 
 
 def _code_position(want: Wanted) -> torch.Tensor:
-    # Row after row the element's finite codes in turn, from another one on in every row; one element of each block, at
-    # a place that moves, is the largest, so that its scale is the power of two that is meant. Scales are different for
-    # blocks 1 to 8 rows or columns apart.
+    # Row after row the element's finite codes in turn, with a different first code in every row; an element of a block,
+    # at a moving place, is the largest number, which gives the intended power of two as the scale. Scales are different
+    # for blocks 1 to 8 rows or columns apart.
     row, block = _grid(want)
     finite = torch.tensor([v for v in want.element.values if math.isfinite(v)])
     last = 15 - (math.frexp(want.element.max)[1] - 1)
@@ -428,8 +428,8 @@ def _code_position(want: Wanted) -> torch.Tensor:
 
 
 def _spread(want: Wanted) -> torch.Tensor:
-    # Every other block on average has two largest elements of one magnitude, which cancel in half of a rotation's sums:
-    # what the order of summation did to the small ones is left.
+    # Every second block on average has two largest elements of equal magnitude, which cancel in half of a rotation's
+    # sums: the effect of the order of summation on the small elements is left.
     low, high = (-14, 10) if want.dtype == torch.float16 else (-30, 30)
     exponent = want.draw.below(high - low + 1, *want.shape) + low
     x = want.draw.normal(*want.shape).clamp_(-4, 4).mul_(power_of_two(exponent)).to(want.dtype)
@@ -458,7 +458,7 @@ def _positive(want: Wanted) -> torch.Tensor:
 
 def _cancelling(want: Wanted) -> torch.Tensor:
     # x is [p, p] and w is [q, -q] with a few elements of the second q halved; whole blocks, so that both halves have
-    # the same scales. What is left over of K, less than two blocks, is small.
+    # the same scales. The rest of K, less than two blocks, is small.
     x = _rounding(want)
     half = want.columns // (2 * want.width) * want.width
     first = x[:, :half]
@@ -500,7 +500,7 @@ def _placed_amax(exponent: int, place: str) -> Callable[[Wanted], torch.Tensor]:
 def _half_edges(want: Wanted) -> torch.Tensor:
     # Products with K >= 128 are ±(4094 + n/2)·16, n from 0 to 6, or half of that: 65504, numbers below the tie at
     # 65520, the tie, and numbers above it. p, 6 of E2M1 and 7 of E4M3, is the largest element. The last of each 16
-    # elements is 1 in x, and in w at most 4; the others are p or 0.
+    # elements is 1 in x, and in w at most 4; the remaining elements are p or 0.
     if want.columns < 128:
         return _lattice(want).mul_(64.0)
     peak = int(4 * 2 * math.frexp(want.element.max)[0])
@@ -548,8 +548,8 @@ def _far_mean(want: Wanted) -> torch.Tensor:
 
 def _codes(want: Wanted) -> torch.Tensor:
     # The bits are read by `given_codes`: every scale byte in turn, random codes, and exponents of the amax at which a
-    # factor or alpha is subnormal, ordinary or infinite. One row in eight alone has NaN and infinite codes, so that
-    # other outputs are numbers.
+    # factor or alpha is subnormal, ordinary or infinite. Only one row in eight has NaN and infinite codes: the
+    # remaining outputs are numbers.
     low, high = want.draw.below(256, *want.shape), want.draw.below(256, *want.shape)
     finite = torch.tensor([math.isfinite(value) for value in want.element.values])
     special = ~_look_up(finite, low & (len(finite) - 1)) & (torch.arange(want.rows) % 8 != 3).unsqueeze(1)

@@ -82,7 +82,7 @@ class Maker(Generic[CaseT_co]):
         return Draw(f"{self.case.id}|{self.seed}|{role}")
 
     def counter(self, role: str) -> tuple[int, int]:
-        """Seed and offset of random bits, 63 and 62 bits, so that seed and offset + 1 fit signed 64-bit integers; of a
+        """Seed and offset of random bits, 63 and 62 bits: seed and offset + 1 fit signed 64-bit integers; of a
         case with random bits at the edges one of `COUNTERS`."""
         digest = hashlib.sha256(f"{self.case.id}|{self.seed}|random of {role}".encode()).digest()
         if getattr(self.case, "random", None) == "edges":
@@ -151,10 +151,10 @@ def default_inputs(make: Maker[Case]) -> Inputs:
 
 
 def earlier_scale(draw: Draw, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """A finite max/amax of an earlier step: the scale of `x` times a power of two, so that ties stay ties.
+    """A finite max/amax of an earlier step: the scale of `x` times a power of two: ties stay ties.
 
-    One scale of four is twice as large, and the elements near the amax saturate. None is the scale of `x`, so that a
-    kernel that ignores its given scale is wrong.
+    One scale of four is twice as large, and the elements near the amax saturate. No scale is the scale of `x`: a kernel
+    that ignores its given scale is wrong.
     """
     factor = (2.0, 0.25, 0.5, 0.0625)[draw.index(4)]
     amax = x.float().abs().nan_to_num_(nan=0.0, posinf=0.0).amax() if x.numel() else torch.zeros(())

@@ -3,7 +3,7 @@
 The values of a case are its keys but for the input family, repeated calls and the fields of a contract, which no kernel
 is given. A recipe counts as its traits (element,
 block, rounding, …), a training recipe as its family and options, a size as its class (0, 1, a multiple of 128 or of 16,
-another), sections as their kind.
+another), sections as their kind, the steps of a module as 1 or more.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def values_of(case: Case) -> dict[str, str]:
         if key.name in TRAITS:
             name = case.recipe_names[0] if value is None else value  # w has the recipe of x by default
             found |= {f"{key.name}.{trait}": text for trait, text in TRAITS[key.name](name).items()}
+        elif key.name == "steps":
+            found["steps"] = "1" if value == 1 else "more"
         else:
             value = key.choices[0] if value is None and key.choices else value  # random bits are Philox's by default
             found[key.name] = str(value).partition(":")[0]

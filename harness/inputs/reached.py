@@ -1,6 +1,6 @@
 """Coverage of numbers as bit sets: scales, codes and sides of rounding boundaries that the inputs of a recipe reach.
 
-Bit sets are whole numbers, so that a run joins the sets of its records without torch.
+Bit sets are whole numbers: a run joins the sets of its records without torch.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Reached:
         return sum(map(bool, rows[0])), sum(map(bool, rows[1]))
 
     def plain(self) -> dict[str, tuple[int, int]]:
-        """Number of members and size of every other set that is not empty, by its name in sentences."""
+        """Numbers of members and sizes of all further nonempty sets, by their names in sentences."""
         sets = {words: getattr(self, name) for name, words in _PLAIN.items()}
         return {words: (len(each), each.size) for words, each in sets.items() if each.size}
 
@@ -137,7 +137,7 @@ def _packed(size: int, bits: int) -> str:
 
 
 def joined(packed: Iterable[tuple[str, str]]) -> dict[str, Reached]:
-    """The union of packed sets by name. `packed`: pairs of a name, such as that of a recipe, and the text of a record;
+    """The union of packed sets by name. `packed`: pairs of a name, for example of a recipe, and the text of a record;
     empty and unreadable texts are left out."""
     found: dict[str, Reached] = {}
     for name, text in packed:

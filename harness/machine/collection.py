@@ -1,4 +1,4 @@
-"""Pause of Python's garbage collector while a process makes many objects that it keeps."""
+"""Pause of Python's garbage collector while a process makes many lasting objects."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """No collection of garbage inside: objects that stay are no garbage, and collections would take up to a third of
-    the time in which they are made."""
+    """No collection of garbage inside: lasting objects are no garbage, and collections would take up to a third of the
+    time of their creation."""
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -299,7 +299,7 @@ def read_environment() -> Environment:
 def changes(before: Mapping[str, str | int], after: Mapping[str, str | int]) -> list[dict[str, str]]:
     """A note for each changed setting: its cause, such as `changes-rounding-mode`, and a sentence.
 
-    A setting that only one of the environments has is not compared: import torch before the first reading.
+    A setting of only a single environment is not compared: import torch before the first reading.
     """
     old, new = _settings(before), _settings(after)
     settings: dict[str, _Setting | _TorchSetting] = {**_REGISTER_SETTINGS, **_TORCH_SETTINGS}

@@ -37,8 +37,8 @@ JUDGE_QUEUE = LockQueue("judged", 1, 30.0, 8e-3)
 """Cases judged on the GPU. Measured on an H200: a grouped linear layer, 40 000 launches, takes 0.8 s alone, 3.4 s as
 one of two processes, 7.2 s as one of four; a product (4096, 512, 3072) takes 0.1 s alone, 0.3 s as one of two."""
 LAUNCH_QUEUE = LockQueue("visits", 2, 0.5, 2e-3)
-"""Cases judged on the CPU: only their kernels run on the GPU, for some milliseconds. They do not wait for the cases
-judged on the GPU, which take a hundred times as long."""
+"""Cases judged on the CPU: only their kernels run on the GPU, for some milliseconds. These cases do not wait for the
+cases judged on the GPU, which take a hundred times as long."""
 _lock_depth = 0
 _lock_error: str | None = None
 _lock_disabled = False
@@ -69,7 +69,8 @@ def lock_gpu(device: str, queue: LockQueue = LAUNCH_QUEUE) -> Iterator[None]:
 
 
 def needs_lock(device: str) -> bool:
-    """Whether a user of the device has to take the lock: this process neither holds it nor uses the GPU without it."""
+    """Whether a user of the device has to take the lock: this process neither holds the lock nor uses the GPU without
+    the lock."""
     return device == "cuda" and not _lock_depth and not _lock_disabled
 
 
@@ -93,7 +94,7 @@ def _wait_for_kernels() -> None:
 
 
 def pop_gpu_error() -> str | None:
-    """The first error of the GPU since the last call, from the end of a locked context. None without such a context.
+    """The first error of the GPU since the last call, from the end of a locked context. None without this context.
 
     The GPU is probed while the lock is held (`probe_gpu`): a probe on its own would wait for the lock again.
     """
@@ -115,7 +116,7 @@ def probe_gpu() -> str:
 
 
 def _acquire(gpu: str, queue: LockQueue) -> int | None:
-    """The file descriptor that holds the lock, or None if the queue's timeout passed."""
+    """The file descriptor of the lock, or None after the queue's timeout."""
     name = "".join(letter if letter.isalnum() else "-" for letter in gpu)
     deadline = time.monotonic() + queue.timeout
     files = []

@@ -26,7 +26,7 @@ _COMMAND = re.compile(r"(?<!\S)::|##(?=\w*\[)")
 counts if it begins a word, because a terminal wraps lines between words."""
 
 RELATIVE_FROM = 100
-"""Steps of a format from which on a text gives a distance as a relative difference: such a count says nothing."""
+"""Steps of a format from which on a text gives a distance as a relative difference: the count has no meaning."""
 
 
 def escape(text: str) -> str:

@@ -41,7 +41,7 @@ def prepare_process(workers: int, device: str = "cpu") -> None:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Within the context torch has one thread: operations on small matrices take longer on several threads, which also
-    keep their cores busy while they wait."""
+    keep their cores busy during waits."""
     import torch
 
     threads = torch.get_num_threads()
@@ -73,7 +73,7 @@ def interpreter(target: str, *numbers: int) -> list[str]:
 
 
 def kill_group(pid: int) -> None:
-    """Kill a process and the process group that it leads."""
+    """Kill a process and its process group."""
     for target in (os.killpg, os.kill):
         with suppress(OSError):
             target(pid, signal.SIGKILL)
@@ -98,7 +98,7 @@ def adopt_orphans() -> None:
 
 
 def allow_reading(connection: socket.socket) -> None:
-    """Let the process that made a connection read the memory of this process. Some systems ask for it (Yama)."""
+    """Let the process that made a connection read the memory of this process. Systems with Yama require this."""
     if sys.platform == "linux":
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         ctypes.CDLL(None).prctl(_SET_PTRACER, *map(ctypes.c_ulong, (int.from_bytes(peer[:4], sys.byteorder), 0, 0, 0)))

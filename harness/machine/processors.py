@@ -14,7 +14,7 @@ def cores() -> int:
 
 
 def load() -> float:
-    """Processes that run or wait for a core, a mean of the last minute. 0 where the system does not count them."""
+    """Processes that run or wait for a core, a mean of the last minute. 0 if the system has no count."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
@@ -31,7 +31,7 @@ def other_work(before: float, after: float, own: int) -> str:
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 ALL_DEVICES = "NARROWGAUGE_GPUS"
-"""Environment variable of a worker with the names of the GPUs of its run, of which it sees one."""
+"""Environment variable of a worker with the names of the GPUs of its run; the worker sees a single GPU."""
 
 
 def visible_gpus() -> list[str]:

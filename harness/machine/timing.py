@@ -39,8 +39,8 @@ class Stopwatch:
         self.seconds[OTHER] += seconds
 
     def switch(self, phase: str) -> str:
-        """Begin a phase and return the phase that ran before. The GPU is synchronized first, so its kernels count for
-        the phase that launched them."""
+        """Begin a phase and return the phase that ran before. The GPU is synchronized first: its kernels count for
+        their launching phase."""
         if self._device == "cuda" and OTHER not in (phase, self._phase):
             import torch
 

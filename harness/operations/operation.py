@@ -1,4 +1,4 @@
-"""An operation as one object: what other parts of the harness ask of it, with defaults.
+"""An operation as one object: its functions for the rest of the harness, with defaults.
 
 The case class answers all questions that need no tensor (`harness.cases.case.Case`): families, cost, axes, methods. An
 operation with a `reference` needs no more than this function and the forms of its results: inputs, the guarded call of
@@ -75,7 +75,7 @@ class Operation(Generic[CaseT]):
 
     case: type[CaseT]
     inputs: Callable[[Maker[CaseT]], Inputs] = default_inputs
-    """The inputs of a case. By default each tensor that the case names is drawn from the family."""
+    """The inputs of a case. By default all named tensors of the case are drawn from the family."""
     judge: Callable[[CaseT, Inputs, Backend], Outcome] | None = None
     """Runs and judges a backend. None: `judge_results` with the fields below."""
     reference: Callable[[CaseT, Tensors], Tensors] | None = None
@@ -94,7 +94,8 @@ class Operation(Generic[CaseT]):
     """What tells two kernels apart: the rule of a recipe, the fields of a contract, the order of a sum; empty: nothing
     known."""
     deviations: Mapping[str, Deviation[CaseT]] = field(default_factory=dict)
-    """Known mistakes by the name of their cause. They explain wrong bytes, and `narrowgauge mutants` runs them."""
+    """Known mistakes by the name of their cause. Deviations explain wrong bytes, and `narrowgauge mutants` runs
+    them."""
     show: Callable[[Inputs, Outcome, Place | None], Table | None] = compared_table
     """What `narrowgauge show` prints of an outcome around a place. None: the result is empty."""
 

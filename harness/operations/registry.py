@@ -1,4 +1,4 @@
-"""The object of each operation by name, inputs of a case, and judging one."""
+"""The objects of the operations by name, inputs of a case, and the judgement of a case."""
 
 from __future__ import annotations
 

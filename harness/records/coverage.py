@@ -16,7 +16,7 @@ _LEAST = 0.5
 """Share of cases, or of values of a row, below which the coverage has a warning."""
 _WIDTH = 80
 _RECIPES = 4
-"""Recipes whose coverage of numbers has a place in the lines."""
+"""Largest number of recipes with a coverage of numbers in the lines."""
 _NAME = 11
 """Columns of a row's name."""
 
@@ -24,8 +24,8 @@ _NAME = 11
 def lines(cases: Iterable[Case], records: Iterable[dict[str, Any]]) -> list[str]:
     """Lines of at most 80 characters on the part of `cases` that has compared elements; empty without cases.
 
-    `cases`: the selected cases, also those that the backend's constraints exclude. The row of operations counts them
-    all. The other rows count the cases of each operation and recipe with at least one compared element: a backend
+    `cases`: the selected cases, also those that the backend's constraints exclude. The row of operations counts all
+    cases. The further rows count the cases of every operation and recipe with at least one compared element: a backend
     without a GEMM has no GEMM's input families to miss. The last line is a warning if less than half is covered.
     """
     of_compared = [record for record in records if elements_compared(record)]

@@ -18,14 +18,14 @@ from narrowgauge.spec.program import measured_functions
 from narrowgauge.spec.recipes import own_rules
 
 RULE = "rule "
-"""Beginning of the keys of sources that are rules of a user."""
+"""Beginning of the keys of rules of a user."""
 CONTRACT = "contract "
-"""Beginning of the keys of sources that are contracts of a user."""
+"""Beginning of the keys of contracts of a user."""
 _PACKAGE = Path(__file__).parents[2]
 _JUDGING = (
     "machine", "cases", "inputs", "backends", "hosts", "checks", "operations", "diagnosis", "records", "running",
 )  # fmt: skip
-"""Folders of the harness that records depend on. Reports and tools change no record."""
+"""Folders of the harness with an influence on records. Reports and tools change no record."""
 
 
 USER_COMMIT = "commit of your repository"
@@ -152,12 +152,12 @@ def kernel_hash() -> str:
 
 
 def source_hashes(backend: str, input_path: str = "") -> dict[str, str]:
-    """Eight hexadecimal digits for each part of the code and the data that a record depends on.
+    """Eight hexadecimal digits per part of the code and the data with an influence on a record.
 
     The key `backend` is the hash of the module file of a user's backend, without its imports. It is empty for a
     built-in backend. The key `operations` is that of the files of a user's operations, if there are any; `rule
-    nvfp4@own` that of a rule of a user, with the file: `1a2b3c4d in own.toml`; `contract silu-mul-quantize` that of the
-    steps of a contract of a user.
+    nvfp4@own` is the key of a rule of a user, with the file: `1a2b3c4d in own.toml`; `contract silu-mul-quantize` is
+    the key of the steps of a contract of a user.
     """
     patterns = {
         "kernels": ["native/**/*"],

@@ -1,7 +1,7 @@
 """Lock of a report folder: a single process at a time writes into the folder.
 
-The lock is a POSIX record lock on a hidden file. It ends with the process, also if the process is killed, and child
-processes do not inherit it. NFS passes it on to other hosts.
+The lock is a POSIX record lock on a hidden file. The lock ends with the process, also after a kill, and child processes
+do not inherit the lock. NFS passes the lock on to all hosts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from narrowgauge.harness.machine.plain_text import escape
 LOCK_NAME = ".narrowgauge-lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
 _ATTEMPTS = 100
-"""Largest number of attempts to lock. An attempt fails if another process removes the lock file at this moment."""
+"""Largest number of attempts to lock. An attempt fails if a second process removes the lock file at this moment."""
 
 
 class FolderInUseError(OSError):
-    """Another process writes into the folder. `strerror` names the folder, the process and the remedy."""
+    """A second process writes into the folder. `strerror` names the folder, the process and the remedy."""
 
 
 @dataclass

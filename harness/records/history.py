@@ -1,7 +1,7 @@
 """History of runs: figures of every finished run, in a SQLite file beside the report folders (docs/schema.md#history).
 
 A run never fails because of its history: `append` returns a warning if the file is damaged, read-only or of another
-version, and leaves such a file unchanged. SQLite's lock orders runs that end at the same time.
+version, and leaves such a file unchanged. SQLite's lock orders runs with the same end time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEPT = 500
 DRAWN = 30
 """Largest number of runs on the page: the latest. Their labels fit into 390 px."""
 _WAIT = 10.0
-"""Seconds to wait for the lock of another run."""
+"""Seconds of waiting for the lock of a second run."""
 _LARGEST = 2**63 - 1
 """Largest integer of SQLite."""
 _TABLES = f"""
@@ -55,7 +55,7 @@ def path_beside(directory: Path) -> Path:
 
 
 def append(run: RecordedRun, path: Path) -> str:
-    """Append the figures of a finished run to the history `path`, which is made if it is missing.
+    """Append the figures of a finished run to the history `path`; a missing file is made.
 
     Returns an empty text, or a warning with the reason and the remedy if the run could not be appended.
     """
@@ -140,7 +140,7 @@ def _append(database: sqlite3.Connection, run: RecordedRun) -> None:
 
 
 def _place(run: RecordedRun) -> tuple[str, str, str]:
-    """Device, backend and tier of a run, as the table `runs` has them."""
+    """Device, backend and tier of a run, in the form of the table `runs`."""
     device = run.environment.get("GPU", "").partition(",")[0] if run.device != "cpu" else ""
     tier = "full" if any(record["tier"] == "full" for record in run.records) else "quick"
     return device or run.device, run.backend, tier

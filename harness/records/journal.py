@@ -29,22 +29,22 @@ from narrowgauge.harness.records.loaded_sources import LoadedSources, difference
 from narrowgauge.harness.records.record import SCHEMA, Record
 
 JOURNAL_VERSION = 3
-"""Version of the header and of the lines that are no records. Raised with every change of them."""
+"""Version of the header and of the lines that are no records. Raised with every change."""
 JOURNAL_NAME = "records.jsonl"
 FOREIGN_NAME = "records.foreign.jsonl"
-"""Name for a file that another program put in place of the journal of a running run."""
+"""Name for a foreign file found in place of the journal of a running run."""
 FAILURES = "failures"
 """Folder of a report with the saved failures of its run (`harness.running.save_failures`)."""
 NOT_IN_HEADER = ("records", "elapsed", "loaded", "unverified")
-"""Fields of a run that the header does not contain."""
+"""Fields of a run outside of the header."""
 LISTED = 20
 """Largest number of problems in a message, which counts all of them."""
 _ELAPSED_INTERVAL = 1.0
-"""Seconds between two writes of the elapsed time: a killed run loses at most this much of it."""
+"""Seconds between two writes of the elapsed time: a killed run loses at most this much time."""
 _LOADED = {"loaded", "unverified"}
 """Keys of a line with sources."""
 _LINE = 1 << 26
-"""Largest length of a line in bytes. The longest lines are headers, about 100 bytes for each case."""
+"""Largest length of a line in bytes. The longest lines are headers, about 100 bytes per case."""
 
 
 class JournalError(Exception):
@@ -52,7 +52,7 @@ class JournalError(Exception):
 
 
 class UntrustedRunError(JournalError):
-    """A run contradicts itself, or other sources made it. The message names each case and column, and the remedy."""
+    """A run contradicts itself, or was made by different sources. The message names cases, columns and the remedy."""
 
     def __init__(self, path: Path, problems: list[str], command: str = "") -> None:
         """`command`: that of the run, for the message."""
@@ -96,7 +96,7 @@ class RecordedRun:
     loaded: dict[str, str] = field(default_factory=dict, compare=False)
     """Files, packages and variables of a user's backend (`harness.records.loaded_sources`)."""
     unverified: dict[str, str] = field(default_factory=dict, compare=False)
-    """Reason by the name of a source that cannot be compared later."""
+    """Reasons by the names of sources without a later comparison."""
 
     @property
     def missing(self) -> list[str]:
@@ -241,7 +241,7 @@ def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
 
 @cache
 def _line_type(kind: str) -> type:
-    """The type of a line: `Header`, `Loaded`, or `Record`, which may lack columns other than case and verdict."""
+    """The type of a line: `Header`, `Loaded`, or `Record`, which may lack all columns but case and verdict."""
     from narrowgauge.harness.records.typed import object_type, types_of
 
     if kind == "Record":
@@ -253,11 +253,12 @@ def _line_type(kind: str) -> type:
 
 
 class Journal:
-    """Journal of the running run. The file is opened at the first record, so a run without records changes nothing.
+    """Journal of the running run. The file is opened at the first record: a run without records changes no file.
 
     The journal holds the lock of its folder until `close`: another process cannot write a journal or a report into the
     folder. An earlier journal in the folder is replaced unless it is resumed; the failures saved by its run are removed
-    with it. If another program deletes, replaces or changes the file, the next record writes it again with all records.
+    with it. If a foreign program deletes, replaces or changes the file, the next record writes the file again with all
+    records.
     """
 
     def __init__(
@@ -285,9 +286,9 @@ class Journal:
         self._size = self._changed = 0
         """Size of the file, and the time of the last change by this process. No program can set that time back."""
         self._notice = ""
-        """Warning about a file that was written again."""
+        """Warning about a rewritten file."""
         self._taken = ""
-        """Why nothing more is written: another process uses the folder, which was deleted with the lock."""
+        """Reason against further writing: a second process uses the folder, which was deleted with the lock."""
         self._locked = False
         self._lock()
         self._saved = {path: path.stat().st_mtime_ns for path in (directory / FAILURES).glob("*")}
@@ -320,7 +321,7 @@ class Journal:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the run so far, including the runs that it resumes."""
+        """Seconds of the run so far, including the resumed runs."""
         return self._before + self._clock()
 
     def add(self, record: dict[str, Any]) -> None:
@@ -376,7 +377,7 @@ class Journal:
         return {"loaded": dict(self.sources.entries), "unverified": dict(self.sources.unverified)}
 
     def _write_sources(self) -> None:
-        """Write the sources that the backend has loaded, if they have changed."""
+        """Write the sources loaded by the backend, if changed."""
         entry = self._sources_entry()
         if entry != (self._written_sources or {"loaded": {}, "unverified": {}}):
             self._write(entry)
@@ -395,7 +396,7 @@ class Journal:
             self._remove_saved()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # O_APPEND: no write leaves a gap, even if another program makes the file shorter.
+            # O_APPEND: no write leaves a gap, even if a foreign program makes the file shorter.
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             if os.fstat(self._file).st_size < self._size:  # since the journal was read for --resume
                 self._restore("changed")
@@ -418,7 +419,7 @@ class Journal:
         return self._header_line
 
     def _change(self) -> str:
-        """What another program did to the file, or the empty string."""
+        """The change of the file by a foreign program, or the empty string."""
         assert self._file is not None
         try:
             found = self.path.stat()
@@ -429,7 +430,7 @@ class Journal:
         return "changed" if (found.st_size, found.st_ctime_ns) != (self._size, self._changed) else ""
 
     def _restore(self, change: str) -> None:
-        """Write the file again, with all records so far. The file of another program is kept as `FOREIGN_NAME`."""
+        """Write the file again, with all records so far. A foreign file is kept as `FOREIGN_NAME`."""
         assert self._file is not None
         lock_folder(self.path.parent)  # the lock was deleted with the folder
         unlock_folder(self.path.parent)

@@ -14,8 +14,8 @@ from narrowgauge.harness.records.record import ENTRIES
 from narrowgauge.harness.records.record_check import record_decoder
 
 _INFINITE = b'"sqnr_db": Infinity, "sweep": '
-"""Text of the only infinite figure in the record of a pass. A line without a backslash has it at no other place: no
-other object has these keys in this order, and no string has a quote."""
+"""Text of the only infinite figure in the record of a pass. A line without a backslash has this text at no further
+place: no other object has these keys in this order, and no string has a quote."""
 _FINITE = b'"sqnr_db": null, "sweep": '
 _PLAIN = bytes(set(range(0x20, 0x7F)) - set(b"\\"))
 """Characters that `plain_text.escape` keeps, unless `::` or `##` begins a command, without the escape of JSON."""
@@ -26,26 +26,26 @@ _WORDS = (
 )  # fmt: skip
 """Columns with the same few words in thousands of records."""
 _PLACE = "\0"
-"""Stands for a part of a record in its JSON: the texts of a record have no such character (`plain_text`)."""
+"""Stands for a part of a record in its JSON: the texts of a record lack the character (`plain_text`)."""
 _PLACE_JSON = json.dumps(_PLACE)
 _COUNTS = ("modulo", "heat")
-"""Columns of a finding that hold counts: most of the bytes of a record that fails."""
+"""Columns of counts in a finding: most of the bytes of a failing record."""
 
 
 def record_json(record: dict[str, Any]) -> str:
-    """A record as `json.dumps` writes it, in half of its time."""
+    """A record as by `json.dumps`, in half of its time."""
     parts = record | {"stages": _PLACE, "findings": _PLACE}
     start, middle, end = json.dumps(parts).split(_PLACE_JSON)
     return f"{start}{stages_json(record['stages'])}{middle}{findings_json(record['findings'])}{end}"
 
 
 def stages_json(stages: list[dict[str, Any]]) -> str:
-    """The column `stages` of a record as `json.dumps` writes it."""
+    """The column `stages` of a record as by `json.dumps`."""
     return _without_floats(stages)
 
 
 def findings_json(findings: list[dict[str, Any]]) -> str:
-    """The column `findings` of a record as `json.dumps` writes it."""
+    """The column `findings` of a record as by `json.dumps`."""
     if not findings:
         return "[]"
     text = json.dumps([finding | dict.fromkeys(_COUNTS, _PLACE) for finding in findings])
@@ -54,8 +54,7 @@ def findings_json(findings: list[dict[str, Any]]) -> str:
 
 
 def _without_floats(value: Any) -> str:
-    """A value without a float as `json.dumps` writes it. msgspec takes a third of its time, but writes floats in
-    another way."""
+    """A value without a float as by `json.dumps`. msgspec takes a third of the time, but writes floats differently."""
     try:
         text = msgspec.json.format(msgspec.json.encode(value), indent=0)
     except (OverflowError, msgspec.DecodeError):  # a number beyond 64 bits
@@ -66,8 +65,8 @@ def _without_floats(value: Any) -> str:
 def parse_line(line: bytes) -> Any:
     """The value of a line of JSON. Its texts are escaped and cut (`harness.machine.plain_text`).
 
-    Raises ValueError for a line that is not JSON, or that has a key twice in an object; RecursionError for a line that
-    is nested too deep.
+    Raises ValueError for a line that is not JSON, or has a repeated key in an object; RecursionError for a line with
+    too many levels.
     """
     return plain_value(json.loads(line.decode(), object_pairs_hook=unique_keys))
 
@@ -86,7 +85,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     except (msgspec.DecodeError, RecursionError):
         return None
     # The end of a string and a colon, between which JSON allows spaces: the end of a key, unless a string begins so.
-    # msgspec leaves out a key that no column has.
+    # msgspec leaves out a key without a column.
     if finite.count(b'":') != _keys_of_record(record) or b" :" in finite:
         return None
     if len(finite) != len(line):
@@ -95,7 +94,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def _keys_of_record(record: dict[str, Any]) -> int:
-    """Number of keys of all objects in a record that has every column."""
+    """Number of keys of all objects in a complete record."""
     own = len(record) + sum([len(record[column]) * len(keys) for column, keys in ENTRIES.items()])
     return own + sum([_keys(value) for finding in record["findings"] for value in finding.values()])
 
@@ -111,7 +110,7 @@ def _keys(value: Any) -> int:
 
 
 def share_words(record: dict[str, Any]) -> None:
-    """Let the words of a record and of its stages be the same objects as those of other records."""
+    """Share the words of a record and of its stages with all records, as the same objects."""
     for name in _WORDS:
         record[name] = intern(record[name])
     for stage in record["stages"]:

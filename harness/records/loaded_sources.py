@@ -24,16 +24,16 @@ from narrowgauge.harness.backends.loading import owner_of, repository_of
 KINDS = FILE, PACKAGE, VARIABLE = "file", "package", "variable"
 """First words of keys."""
 CHANGED = "changed"
-"""Entry of a file, package or variable that changed while the cases ran."""
+"""Entry of a file, package or variable changed during the run."""
 ABSENT = ""
-"""Entry of a variable that is not set."""
+"""Entry of an unset variable."""
 _LARGEST = 1 << 32
-"""Largest size in bytes of a file of which a digest is made."""
+"""Largest size in bytes of a file with a digest."""
 _DIGITS = 16
 _COMPILED = (".cu", ".cuh", ".hip", ".c", ".cc", ".cpp", ".cxx", ".h", ".hpp", ".ptx", ".cubin", ".fatbin")
-"""Suffixes of sources and of kernels that Python does not import."""
+"""Suffixes of sources and of kernels, not imported by Python."""
 _NAMED = 3
-"""Files that a sentence names."""
+"""Largest number of files named in a sentence."""
 
 
 @dataclass
@@ -42,14 +42,15 @@ class LoadedSources:
 
     entries: dict[str, str] = field(default_factory=dict)
     unverified: dict[str, str] = field(default_factory=dict)
-    """Reason by the name of what cannot be compared later."""
+    """Reasons by the names of sources without a later comparison."""
     _folder: str = ""
     """Folder of the module of the backend."""
     _declared: Mapping[str, list[str]] = field(default_factory=dict)
 
     def add(self, news: Mapping[str, Any]) -> None:
-        """Add what a kernel host has loaded: `files`, `packages` and `folder` of `harness.backends.loading.Loaded`, and
-        `declared`, the declarations `sources` and `environment` of the backend."""
+        """Add the loaded sources of a kernel host: `files`, `packages` and `folder` of
+        `harness.backends.loading.Loaded`, and `declared`, the declarations `sources` and `environment` of the
+        backend."""
         self._folder, self._declared = news["folder"], news["declared"]
         for file in news["files"]:
             if owner_of(file) == "user":
@@ -63,7 +64,7 @@ class LoadedSources:
             self._add_declared()
 
     def _add_declared(self) -> None:
-        """Add the declared sources, and name those that no declaration names."""
+        """Add the declared sources, and name the undeclared."""
         for pattern in self._declared.get("sources", ()):
             found = sorted(glob.glob(os.path.join(self._folder, pattern), recursive=True))
             files = [file for file in found if os.path.isfile(file)]
@@ -98,8 +99,8 @@ class LoadedSources:
 
 
 def differences(entries: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Sentences on the entries of a run that are not those of this process, and sentences on entries that cannot be
-    compared. Imports no code of the user."""
+    """Sentences on the entries of a run that differ in this process, and sentences on entries without a comparison.
+    Imports no code of the user."""
     changed, notes = [], []
     files = [key for key in entries if key.startswith(f"{FILE} ")]
     if files and not any(os.path.exists(_path(key)) for key in files):
@@ -150,7 +151,7 @@ def _value(text: str, verb: str) -> str:
 
 
 def _shown(file: str) -> str:
-    """Path of a file as an entry names it: relative to the current folder within this folder and its repository."""
+    """Path of a file in an entry: relative to the current folder within this folder and its repository."""
     here = os.getcwd()
     top = repository_of(here) or here
     return os.path.relpath(file, here) if Path(file).is_relative_to(top) else file
@@ -195,8 +196,8 @@ def _package(name: str) -> str:
 
 
 def _installed_files(found: Distribution) -> list[str]:
-    """Files of a distribution with their digests, as the installer recorded them. Without those that the installer
-    itself writes: metadata and commands."""
+    """Files of a distribution with their digests, as recorded by the installer, without the files written by the
+    installer itself: metadata and commands."""
     rows: Iterable[list[str]] = csv.reader((found.read_text("RECORD") or "").splitlines())
     return sorted(
         f"{row[0]} {row[1]}" for row in rows

@@ -19,7 +19,7 @@ VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
 the process died. timeout: the case did not end in time. unsupported: the backend does not support the case."""
 OUTCOMES = (*VERDICTS, "unexpected", "known")
 """Verdicts combined with the ledger (`harness.gate.ledger`). known: an expected failure. unexpected: a pass of a case
-that the ledger expects to fail."""
+expected to fail by the ledger."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Record:
     message: str = ""
     """One sentence: how many elements, how far, and their place; or why the case has no result."""
     known: str = ""
-    """Reason and issue link of the ledger entry that expects this failure. Empty without an entry, or if the case
+    """Reason and issue link of the ledger entry of this failure. Empty without an entry, or if the case
     failed in another way."""
     compared: int = 0
     """Compared elements of all stages."""
@@ -55,7 +55,7 @@ class Record:
     exact_share: float | None = None
     """Share of outputs in docs/tolerance.md#exact-sums: any order of summation gives the same bits."""
     ordered_share: float | None = None
-    """Share of outputs in tier 1: judged by the order of summation that the backend declares. The rest is in tier 2."""
+    """Share of outputs in tier 1: judged by the declared order of summation of the backend. The rest is in tier 2."""
     excused_share: float | None = None
     """Share of elements accepted by docs/tolerance.md#boundary whose bytes differ from the reference's order."""
     outside_share: float | None = None
@@ -110,7 +110,7 @@ class Record:
     explanations: list[dict[str, Any]] = field(default_factory=list)
     """Explanations of the first wrong stage, best first: cause, sentence, stage, exact (`harness.diagnosis`)."""
     shrunk: str = ""
-    """Smallest shape at which a part of the inputs fails in the same way. Empty if no smaller shape fails, or if the
+    """Smallest shape with the same failure on a part of the inputs. Empty if no smaller shape fails, or if the
     search was not made: it is made for the first failure of a kind in a process."""
     saved: str = ""
     """Path of the saved inputs, of that shape, with the results of kernel and reference
@@ -121,13 +121,14 @@ class Record:
     """Further options of the `narrowgauge show` that runs the case as this run did: `--schedules 4`, or `--after` and
     the id of an earlier case. The words are quoted for a shell."""
     declares: str = ""
-    """What the backend declares of its results (`harness.backends.backend`): `accumulator: truncating`; of the product
+    """Declarations of the backend about its results (`harness.backends.backend`): `accumulator: truncating`; of the
+    product
     of this case, `gemm_order: truncating`. Verdicts depend on it."""
     baseline: str = ""
-    """What the baseline of this device, backend and seed records for a case that did not pass."""
+    """Figures of the baseline of this device, backend and seed, for a case that did not pass."""
     notes: list[dict[str, Any]] = field(default_factory=list)
-    """Observations that change no verdict: cause, sentence. For example a rounding mode that the backend changed, or
-    processes that it left behind."""
+    """Observations that change no verdict: cause, sentence. For example a rounding mode changed by the backend, or
+    processes left behind."""
     findings: list[dict[str, Any]] = field(default_factory=list)
     """An entry for each wrong stage, for people (`harness.checks.finding`)."""
 
@@ -159,17 +160,17 @@ PASSES_ALONE = "passes-alone"
 STACK = "stack"
 """Cause of the note with the stack of a host that crashed or gave no result in time."""
 PROTECTING = ("guard", "repeat")
-"""Rules that compare a kernel with itself. Their counts say nothing about correctness."""
+"""Rules that compare a kernel with itself. Their counts prove no correctness."""
 
 
 def elements_compared(record: dict[str, Any]) -> int:
-    """Elements of a record that were compared with an expected value, in all stages."""
+    """Number of elements of a record compared with an expected value, in all stages."""
     itself = [stage["compared"] for stage in record["stages"] if stage.get("rule") in PROTECTING]
     return int(record["compared"] - sum(itself))
 
 
 def outputs_of(record: dict[str, Any]) -> int:
-    """Elements of a record that were compared with the bound of a sum: the outputs of a product."""
+    """Number of elements of a record compared with the bound of a sum: the outputs of a product."""
     return sum([stage["compared"] for stage in record["stages"] if stage["rule"] == "bound"])
 
 

@@ -1,6 +1,6 @@
-"""Check of a record that was read from a file: its columns, their ranges, and the verdict that follows from its stages.
+"""Check of a record from a file: its columns, their ranges, and the verdict that follows from its stages.
 
-The check needs nothing but the record. A record of the runner always passes; a record that was damaged or edited does
+The check needs only the record. A record of the runner always passes; a record that was damaged or edited does
 not, unless the change is consistent in all columns.
 """
 
@@ -24,7 +24,7 @@ from narrowgauge.harness.records.typed import COUNT, INT64, NUMBER, has_type, ob
 RULES = ("exact", "bound", "boundary", "statistics", "scope", *PROTECTING)
 """Rules of stages. All but `PROTECTING` compare with an expected value."""
 _BOUNDING = ("bound", "boundary")
-"""Rules whose elements can be unbounded."""
+"""Rules with unbounded elements."""
 DEVICES = ("cpu", "cuda")
 FULL_BUDGET = 1 + 2.0**-30
 """Largest budget of a correct kernel. Budgets are evaluated in float64, and their last bits depend on the machine."""
@@ -45,7 +45,7 @@ _of_outputs = itemgetter(*_OF_OUTPUTS)
 _OF_FAILURES = ("explanations", "findings", "shrunk", "saved", "save_note", "baseline")
 """Columns that are empty in the record of a pass."""
 _IN_ID = ("operation", "recipe", "shape", "dtype", "inputs", "flags")
-"""Columns that make the id of a case."""
+"""Columns of the id of a case."""
 _id_parts_of = itemgetter(*_IN_ID)
 _COLUMN_WORDS = {"verdict": VERDICTS, "tier": TIERS, "device": DEVICES}
 _ENTRY_WORDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -81,26 +81,25 @@ def record_problems(record: dict[str, Any]) -> list[str]:
 
 
 def contradictions(record: dict[str, Any]) -> list[str]:
-    """`record_problems` of a record that has every column, each of its type."""
+    """`record_problems` of a record with all columns of the right types."""
     return [*_ranges(record), *_labels(record)] or [*_verdict(record)]
 
 
 def has_record_type(value: Any) -> bool:
-    """Whether a value has every column of a record, and each of its type."""
+    """Whether a value has all columns of a record, of the right types."""
     return has_type(value, _record_type())
 
 
 @cache
 def _record_type() -> type:
-    """The type of a record with its entries: each has all keys, and no other."""
+    """The type of a record with its entries: all keys are present, and no further keys."""
     made: type = _nested(object_type)
     return made
 
 
 @cache
 def record_decoder() -> Any:
-    """`msgspec.json.Decoder` of records with every column, each of its type: dicts without the keys that no record
-    has."""
+    """`msgspec.json.Decoder` of records with all columns of the right types: dicts without keys unknown to records."""
     typed_dict: Any = TypedDict  # of names that a type checker does not know
     return msgspec.json.Decoder(_nested(typed_dict))
 
@@ -141,7 +140,7 @@ def _ranges(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _labels(record: dict[str, Any]) -> Iterator[str]:
-    """Words that a column cannot hold, and an id that is not made of its columns."""
+    """Impossible words of a column, and an id that contradicts its columns."""
     for name, words in _COLUMN_WORDS.items():
         if record[name] not in words:
             yield f"{name} is {shown(record[name])}, not {', '.join(words)}"
@@ -275,7 +274,7 @@ def _unsupported(record: dict[str, Any], wrong: list[dict[str, Any]]) -> Iterato
 
 
 def _without_result(record: dict[str, Any], wrong: list[dict[str, Any]]) -> Iterator[str]:
-    """Check of error, crash and timeout. Such a case may have stages: the GPU can report an error after them."""
+    """Check of error, crash and timeout. The case may have stages: the GPU can report an error after the stages."""
     if not record["message"]:
         yield f"verdict is {record['verdict']}, and message is empty"
 

@@ -2,7 +2,7 @@
 
 Tensors have the names of the inputs (`harness.inputs.inputs`): x, w, c, bias, random.x, scale.x, given.dy. actual.codes
 and the like are results of the kernel; expected.codes and the like are results of the reference for the same inputs.
-The metadata name the case; those of a contract have its steps, so that no file of a user is imported.
+The metadata name the case; labels of a contract have its steps: no file of a user is imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LARGEST = 64 << 20
 """Largest number of bytes of tensors in a file."""
 _KEY = "narrowgauge_saved"
 _TEXTS = ("operation", "recipe", "dtype", "inputs", "tier", "file")
-"""Labels of a case that are texts."""
+"""Text labels of a case."""
 
 
 class SavedFailureError(ValueError):
@@ -53,9 +53,9 @@ class SavedFailure:
     """Contents of a file."""
 
     id: str
-    """Id of the case that failed."""
+    """Id of the failed case."""
     case: Case
-    """The case in the file. Its shape and its sections may be smaller than those of the failed case."""
+    """The case in the file. Its shape and its sections may be smaller than in the failed case."""
     inputs: Inputs
     seed: int
     backend: str
@@ -120,7 +120,8 @@ def load(path: Path) -> SavedFailure:
 
 
 def _checked(about: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> SavedFailure:
-    """The failure that the metadata and the tensors describe. Raises any exception if they contradict each other."""
+    """The failure described by the metadata and the tensors. Raises any exception if metadata and tensors
+    contradict."""
     labels, pairs, seed = about["case"], about["random"], about["seed"]
     texts = [about["id"], about["backend"], about["stage"], *(labels[name] for name in _TEXTS), *labels["flags"]]
     numbers = [seed, *labels["shape"], *itertools.chain.from_iterable(pairs.values())]

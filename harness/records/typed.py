@@ -10,7 +10,7 @@ import msgspec
 
 INT64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 NUMBER = INT64 | float
-"""An int is a float. The bounds keep an int that no float holds from msgspec, of which versions before 0.22 fail."""
+"""An int is a float. The bounds keep ints beyond float from msgspec: versions before 0.22 fail."""
 COUNT = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _WIDTH = 80
 """Largest number of characters of a value in a message."""
@@ -30,7 +30,8 @@ def types_of(cls: type) -> dict[str, Any]:
 
 
 def object_type(name: str, types: Mapping[str, Any], *, optional: Iterable[str] = (), unknown: bool = False) -> type:
-    """The type of objects with these keys. `optional`: keys that an object may lack. `unknown`: it may have others."""
+    """The type of objects with these keys. `optional`: keys that an object may lack. `unknown`: further keys are
+    allowed."""
     absent = set(optional)
     keys = [(key, kind, None) if key in absent else (key, kind) for key, kind in types.items()]
     return msgspec.defstruct(name, keys, kw_only=True, forbid_unknown_fields=not unknown)
@@ -46,7 +47,7 @@ def has_type(value: Any, kind: Any) -> bool:
 
 
 def type_problem(value: Any, kind: Any, noun: str = "key") -> str:
-    """Why a value that was read from JSON does not have a type: `stages[3].compared is 'x', not int`. Empty if it has.
+    """Reason why a value from JSON does not have a type: `stages[3].compared is 'x', not int`. Empty if it has.
 
     An int is a float; a bool is neither. `noun`: a key of the value itself, in messages.
     """

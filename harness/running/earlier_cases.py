@@ -1,5 +1,5 @@
-"""Failures that need earlier calls. A failing case runs again in a kernel host of its own. If it passes there, the
-shortest sequence of earlier cases is searched after which it fails in a new host.
+"""Failures that need earlier calls. A failing case runs again in a kernel host of its own. If the case passes in this
+host, the shortest sequence of earlier cases is searched that makes it fail in a new host.
 
 The host of the run is not touched, so the verdicts of the other cases do not depend on the search.
 """
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from narrowgauge.harness.inputs.capture import Captured
 
 MOST = 4
-"""Failures that a process runs again, of different kinds, as long as all of them fail again."""
+"""Largest number of failures run again by a process, of different kinds, as long as all fail again."""
 MOST_AFTER_A_FINDING = 16
-"""Failures that a process runs again after one of them passed alone: then each failure may need earlier calls."""
+"""Largest number of failures run again by a process after a failure passed alone: then each failure may need earlier
+calls."""
 TRIALS = 32
 """Kernel hosts of a search."""
 SECONDS = 30.0
@@ -39,7 +40,7 @@ NAMED = 3
 
 @dataclass
 class EarlierCases:
-    """The cases that the kernel host of a judge has run since its start, and the search among them."""
+    """The cases run by the kernel host of a judge since its start, and the search among these cases."""
 
     new_host: Callable[[], AbstractContextManager[Backend]]
     """The backend in a new kernel host. Raises BackendError if it cannot be loaded."""
@@ -59,7 +60,7 @@ class EarlierCases:
     """Whether a failure passed alone."""
 
     def examine(self, record: Record, case: Case, *, sharing: int, timeout: float, started: float) -> bool:
-        """Run a failing case again in a new host, and search for the earlier cases that it needs. True if it passes
+        """Run a failing case again in a new host, and search for the necessary earlier cases. True if it passes
         alone: the first explanation of the record then says so, and the options of the record name the earlier cases.
 
         A failure without an earlier case, and a failure of a kind that failed again before, are not run again.
@@ -163,7 +164,7 @@ class _Search:
         return found is not None and (found.verdict, found.stage) == (self._record.verdict, self._record.stage)
 
     def sequence(self) -> list[Case]:
-        """A sequence after which the case fails and that has no case too many, as far as the limits allow. Empty if
+        """A sequence that makes the case fail, without unnecessary cases, as far as the limits allow. Empty if
         none was found."""
         first, last = self._cases[:1], self._cases[-1:]
         close: list[Case] = []
@@ -206,8 +207,8 @@ class _Search:
         return sequence
 
     def confirm(self, sequence: Sequence[Case]) -> Record | None:
-        """The record of the case after the sequence, if it fails again after it, and passes again alone. A result that
-        varies from run to run rarely does both."""
+        """The record of the case after the sequence, if the case fails again after the sequence, and passes again
+        alone. A result that varies from run to run rarely does both."""
         again, alone = self.run(sequence), self.run([])
         return again if self._is_same(again) and alone is not None and alone.verdict == "pass" else None
 

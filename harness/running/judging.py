@@ -29,8 +29,8 @@ _LEAST = 16
 
 
 def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1, brief: bool = False) -> Outcome:
-    """The outcome of a case. `sharing`: number of cases of the run that share its false alarms. `brief`: one variation
-    of the backend alone runs, and there are no figures that decide no verdict.
+    """The outcome of a case. `sharing`: number of cases of the run that share its false alarms. `brief`: a single
+    variation of the backend runs, without figures for information.
 
     Raises BackendError and Unsupported, as the backend does.
     """
@@ -89,7 +89,7 @@ def explained(
 
 
 def two_runs(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, seed: int) -> tuple[Run, Run] | None:
-    """The tensors of a case, and of the same case on the inputs of another seed. None without results there."""
+    """The tensors of a case, and of the same case on the inputs of another seed. None if a run has no results."""
     from narrowgauge.harness.diagnosis.explain_memory import Run
     from narrowgauge.harness.operations.registry import make_inputs
     from narrowgauge.reference import ops

@@ -1,4 +1,4 @@
-"""Cases over several workers. A case that ends its kernel host costs itself and nothing else."""
+"""Cases over several workers. A case that ends its kernel host costs only itself."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def run_tasks(
     on_loaded: OnRecord = lambda news: None,
     seconds: float = math.inf,
 ) -> None:
-    """Run every task and hand each record to `on_record` as it comes: nothing of it is kept here. `on_loaded` gets what
-    the backend has loaded (`harness.records.loaded_sources`), before the record of the case that loaded it.
+    """Run every task and hand every record to `on_record` at once: no record is kept here. `on_loaded` gets the sources
+    loaded by the backend (`harness.records.loaded_sources`), before the record of the loading case.
 
     A run begins with as many workers as the tasks are worth (`worthwhile_workers`). Another worker starts whenever the
     workers were busy for as long as a start takes: the time of a task is an estimate, and kernels may be compiled.
@@ -146,7 +146,7 @@ def run_tasks(
 
 
 def is_spared(worker: Worker, workers: Sequence[Worker]) -> bool:
-    """Whether a worker has judged nothing on its GPU, and enough others have."""
+    """Whether a worker has not yet used its GPU, and enough workers have."""
     judges = sum(other.judges_on_gpu and other.gpu == worker.gpu for other in workers)
     return not worker.judges_on_gpu and judges >= GPU_JUDGES
 

@@ -1,4 +1,13 @@
-"""The tasks that wait for a process: in their order, but for those that are judged on a GPU."""
+"""The scheduler of a run: waiting tasks, and the choice of the next task for a free worker.
+
+The next task is the first that fits into memory beside the running tasks, in this order of lists:
+
+    first   on a GPU: small tasks with every kind of kernel: kernels compile early and side by side
+    large   tasks judged on a GPU, the largest first, because they take longest; at most `LANES` at a time per GPU
+    small   tasks judged on the CPU, in the order of the run; small cases of an operation and recipe come first
+
+A worker that has not yet used its GPU takes small tasks before large tasks (`spared`).
+"""
 
 from __future__ import annotations
 
@@ -12,14 +21,14 @@ from narrowgauge.harness.cases.cost import KEPT, home_of
 from narrowgauge.harness.running.worker import Task
 
 LANES = 10
-"""Tasks that are judged on a GPU at once: the one that has its turn, and those that make inputs and digests, which
-take a CPU five times as long. The other processes judge small ones on the CPU: of a twelfth of the full tier, with 6 of
-20 processes, they had none left while two in five of the large ones waited. It limits runs with -n above 10."""
+"""Largest number of tasks judged on a GPU at a time: a task on the GPU, and tasks in their CPU part (inputs and
+digests), which takes five times as long. The remaining workers judge small tasks. The limit acts in runs with -n above
+10. With 6 tasks of 20 workers, on a twelfth of the full tier, the small tasks ended while 2 of 5 large tasks waited."""
 
 
 GPU_JUDGES = 3
-"""Processes of a GPU that judge on it while small tasks are left. The first task of a process on a GPU takes a second
-of a core for the start of CUDA and the first calls of torch's kernels."""
+"""Number of workers of a GPU that judge on the GPU while small tasks are left. The first task of a worker on a GPU
+takes a core-second for the start of CUDA and the first calls of torch's kernels."""
 
 
 LONG = 1 << 20
@@ -27,16 +36,15 @@ LONG = 1 << 20
 
 
 class Queue:
-    """Tasks, of which few are judged on a GPU at once, the largest first: they take longest, and nothing waits for
-    them at the end. None is begun beside others with which it would not fit into memory.
+    """The waiting tasks, in the lists of the module's docstring.
 
-    On a GPU small ones of every kind come before all others (`firsts`), and wait for no turn: a kernel that is compiled
-    within a turn, for some seconds, keeps the GPU from all processes, and so they compile side by side."""
+    Tasks of the list `first` do not take the lock of the GPU: a kernel compiled under the lock, for seconds, would keep
+    the GPU from all workers."""
 
     def __init__(self, tasks: Iterable[Task], device: str, gpus: int = 1) -> None:
         self._device, self._gpus = device, gpus
         self.room: int | None = None
-        """Bytes of memory that all have together, of each GPU or of the machine, where that is known."""
+        """Bytes of memory for all tasks together, of a GPU or of the machine; None if unknown."""
         self._small: list[Task] = []
         self._large: list[Task] = []
         for task in tasks:
@@ -51,9 +59,9 @@ class Queue:
         return bool(self._first or self._small or self._large)
 
     def take(self, running: Sequence[Task] = (), *, spared: bool = False) -> Task | None:
-        """The next task beside the running tasks; None if no task is left, or all tasks left wait for a running task.
+        """The next task beside the running tasks; None if no task is left, or all tasks left wait for memory.
 
-        `spared`: the process has judged nothing on its GPU, and begins only if there is no small task for it."""
+        `spared`: the worker has not yet used its GPU, and takes a large task only without a small task."""
         large = self._large if sum(map(self.on_gpu, running)) < LANES * self._gpus else []
         for tasks in (self._first, self._small, large) if spared else (self._first, large, self._small):
             for place in range(len(tasks) - 1, -1, -1):
@@ -62,14 +70,15 @@ class Queue:
         return None
 
     def _fits(self, task: Task, running: Sequence[Task]) -> bool:
-        """Whether it fits beside those that run. Where nothing runs it may try: it says itself that it does not."""
+        """Whether a task fits into memory beside the running tasks. A task alone may always try: the judge reports a
+        shortage."""
         if self.room is None or (need := task.case.memory) < KEPT:
             return True
         beside = [other.case.memory for other in running if self.on_gpu(other) == self.on_gpu(task)]
         return not beside or need + sum(beside) <= self.room * (self._gpus if self.on_gpu(task) else 1)
 
     def put_back(self, task: Task) -> None:
-        """Make it the next again."""
+        """Put a task back in front of its list."""
         (self._first if task.first else self._large if self.on_gpu(task) else self._small).append(task)
 
     def on_gpu(self, task: Task) -> bool:
@@ -78,10 +87,10 @@ class Queue:
 
 
 def _small_first(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks with those of an operation and recipe in this order: first the small ones, then the others.
+    """The tasks, small tasks of an operation and recipe before its long tasks.
 
-    The tasks of an operation and recipe keep their places among other tasks. The diagnosis of a small failing case
-    tries all deviations within its time, and the causes that it finds are tried first for the larger cases.
+    An operation and recipe keeps its places among all tasks. The diagnosis of a small failing case tries all deviations
+    within its time, and its causes are tried first for larger cases.
     """
     alike: dict[tuple[str, str], list[Task]] = {}
     for task in tasks:
@@ -95,11 +104,11 @@ def _is_long(task: Task) -> bool:
 
 
 def firsts(tasks: Sequence[Task]) -> list[Task]:
-    """Of each kind of operation and flags the smallest task, and of each recipe of an operation the largest: between
-    them they launch about every kernel. Not modules, whose kernels are those of operations.
+    """The smallest task of every kind of operation and flags, and the largest task of every recipe of an operation:
+    together they launch about every kernel. Modules are left out: they launch the kernels of operations.
 
-    Mixed, so that few processes want the same kernel at a time: of each recipe one, then of each a second, in the order
-    of a digest of their ids.
+    The order is mixed, so that few workers need the same kernel at a time: a task per recipe, then a second per recipe,
+    and so on, in the order of a digest of the ids.
     """
     alike: dict[tuple[object, ...], Task] = {}
     for task in sorted((task for task in tasks if not task.case.composed), key=lambda task: task.case.work):
@@ -114,7 +123,7 @@ def firsts(tasks: Sequence[Task]) -> list[Task]:
 
 
 def _kind(case: Case) -> tuple[object, ...]:
-    """What decides which kernels are launched, as far as a case says it: numbers, and what is added, do not."""
+    """The keys of a case with an influence on the launched kernels: not numbers, accumulation or bias."""
     flags = [flag for flag in case.flags if ":" not in flag and flag not in ("accumulate", "bias")]
     return case.operation, case.recipe_label, *flags, "of a kind"
 

@@ -1,4 +1,4 @@
-"""One case on one backend: inputs, run, checks, record. Nothing here raises for what a backend does."""
+"""A case on a backend: inputs, run, checks, record. No function of this module raises for a fault of a backend."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     OnOutcome = Callable[[Inputs, Outcome], None]
 
 COMPARING = ("exact", "bound", "boundary", "statistics", "scope")
-"""Rules that compare results with what they should be."""
+"""Rules that compare results with expected values."""
 _RESULTS = 1 << 28
 """Bytes that results may have beyond the memory of the case."""
 _PART = 1 << 17
@@ -44,7 +44,7 @@ class Examiner(Protocol):
     """Runs failing cases again (`harness.running.earlier_cases`)."""
 
     def examine(self, record: Record, case: Case, *, sharing: int, timeout: float, started: float) -> bool:
-        """Run a failing case again in a kernel host of its own. Returns whether it passes there."""
+        """Run a failing case again in a kernel host of its own. Returns whether the case passes in this host."""
 
 
 def run_case(
@@ -131,7 +131,7 @@ def _measure(
     untrusted: bool,
     diagnosis: float,
 ) -> None:
-    """Fill the record of a case, whatever becomes of it."""
+    """Fill the record of a case, with any outcome."""
     if problem := shortage(case, record.device):
         record.verdict, record.message = "error", problem
         return
@@ -251,7 +251,7 @@ def digest(tensors: Iterable[torch.Tensor | None]) -> str:
 
 
 def _seen_by_host(case: Case, device: str) -> dict[str, str]:
-    """A note on evidence that only the kernel host sees. Such evidence can fail a case, and proves nothing."""
+    """A note on evidence that only the kernel host sees. This evidence can fail a case, and proves no result right."""
     seen = ["writes beside temporary tensors"]
     seen.append("writes beside results" if device == "cuda" else "where the guard zones of results lie")
     seen.append("that a second call with equal inputs ran the kernel again")
@@ -303,7 +303,7 @@ def _size(record: Record) -> bool:
 
 
 def informative(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
-    """What other harnesses would have said; no verdict depends on it.
+    """The figures of conventional tests; no verdict depends on it.
 
     allclose at 8e-3; signal over difference in dB (inf where equal); shares within a relative 1e-1 … 1e-6.
     """

@@ -11,7 +11,7 @@ from narrowgauge.native.runtime.sources import ToolchainError
 
 
 def check_sanitizer(device: str) -> None:
-    """Raises BackendError where cases on `device` cannot run under the sanitizers, with what to do."""
+    """Raises BackendError, with the remedy, if cases on `device` cannot run under the sanitizers."""
     if device != "cpu":
         raise BackendError(
             f"--sanitize is for kernels on a CPU, not on {device}; `narrowgauge sanitize` runs cases on a GPU under "
@@ -24,7 +24,7 @@ class Sanitizer:
     """The interpreter of a kernel host with the sanitizers, and the file of their finding."""
 
     def __init__(self) -> None:
-        """Raises BackendError where there are no sanitizers."""
+        """Raises BackendError without sanitizers."""
         self._folder = tempfile.TemporaryDirectory(prefix="narrowgauge-")
         self._findings = Path(self._folder.name) / "findings"
         try:

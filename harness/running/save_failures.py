@@ -17,7 +17,7 @@ from narrowgauge.harness.records.saved_failure import SavedFailure, SavedFailure
 from narrowgauge.harness.running.shrink import shrink
 
 MOST = 4
-"""Failures that a process shrinks and saves. Each costs as much as judging it `shrink.WORK` times more, at most."""
+"""Failures that a process shrinks and saves. A failure costs at most `shrink.WORK` judgements."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Keeper:
     """False after a kernel ended or stopped its host at another shape."""
 
     def keep(self, record: Record, case: Case, inputs: Inputs, outcome: Outcome, backend: Backend) -> None:
-        """Shrink and save a failure of a new kind, and note it in its record; what goes wrong is noted there too.
+        """Shrink and save a failure of a new kind, and note it in its record; an error is noted in the record too.
 
         A kind is an operation, a recipe, the first wrong stage and its first explanation.
         """
@@ -43,7 +43,7 @@ class Keeper:
         self._kinds.add(kind)
         if self.before is not None:
             self.before(record.to_dict())
-        # What wrong elements have in common, their place above all, is another thing in another shape.
+        # Common properties of wrong elements, above all their place, change with the shape.
         cause = first["cause"] if first["exact"] else ""
         part = case
         try:
@@ -66,6 +66,6 @@ class Keeper:
 
 
 def _from_here(path: Path) -> str:
-    """The path as one types it in this folder."""
+    """The path, relative to the current folder."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path)

@@ -1,4 +1,4 @@
-"""Shards: the cases of one run divided among machines that know nothing of one another, into parts of equal time."""
+"""Shards: the cases of a run, divided among independent machines into parts of equal time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class ShardError(Exception):
-    """A shard that there cannot be: what was asked for, and what can be."""
+    """An impossible shard: the message has the request, and the possible values."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One of several parts of a run, counted from 1."""
+    """A part of a run, counted from 1."""
 
     number: int
     count: int
@@ -46,21 +46,21 @@ class Shard:
 
 @dataclass(frozen=True)
 class Part:
-    """The cases of one shard, and what it has to know of the others."""
+    """The cases of a shard, and its data about the whole run."""
 
     shard: Shard
     cases: list[Case]
     sharing: int
-    """Cases of all shards that share the run's false alarms (`harness.checks.statistics.holm`)."""
+    """Number of cases of all shards that share the run's false alarms (`harness.checks.statistics.holm`)."""
     selection: str
-    """Of the cases of all shards: what `digest` says."""
+    """Of the cases of all shards: the result of `digest`."""
 
 
 def part_of(cases: Sequence[Case], shard: Shard, seconds: Mapping[str, float] | None = None) -> Part:
-    """The part of the selected `cases` that is `shard`'s; `seconds` are those that cases took, as far as is known.
+    """The part of `shard` of the selected `cases`; `seconds`: known seconds of cases, by id.
 
-    It depends on the ids of the cases and on `seconds`, and on nothing else: neither on their order nor on the machine.
-    Raises ShardError where there are more shards than cases, or `seconds` knows none of them.
+    The part depends only on the ids of the cases and on `seconds`: neither on their order nor on the machine.
+    Raises ShardError for more shards than cases, or if `seconds` has no case of the selection.
     """
     from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 
@@ -72,13 +72,13 @@ def part_of(cases: Sequence[Case], shard: Shard, seconds: Mapping[str, float] | 
 
 
 def split(costs: Mapping[str, float], count: int) -> list[set[str]]:
-    """Ids in `count` sets of about equal cost: the costliest first, each to the set that has least so far.
+    """Ids in `count` sets of about equal cost: the costliest first, to the set with the least cost so far.
 
     The largest sum is at most 4/3 of the smallest that is possible. Source: Graham, "Bounds on multiprocessing timing
     anomalies" (1969). Ids of equal cost go by their names, sets of equal sums by their numbers.
     """
     parts: list[set[str]] = [set() for _ in range(count)]
-    # Whole microseconds, at least one: sums are exact, whatever their order, and sets of free cases are not empty.
+    # Whole microseconds, at least one: sums are exact in every order, and sets of free cases are not empty.
     heap = [(0, number) for number in range(count)]
     ordered = sorted((-max(1, round(1e6 * cost)), name) for name, cost in costs.items())
     for cost, name in ordered:
@@ -89,9 +89,9 @@ def split(costs: Mapping[str, float], count: int) -> list[set[str]]:
 
 
 def durations(cases: Mapping[str, Case], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each case, by id: those recorded, else an estimate from its size, scaled by what others took.
+    """Seconds of the cases, by id: recorded, else an estimate from the size, scaled by the recorded cases.
 
-    Raises ShardError where some are recorded, and none of these cases.
+    Raises ShardError if seconds are recorded, but not of these cases.
     """
     estimates = {name: estimated_seconds(case) for name, case in cases.items()}
     known = sorted(estimates.keys() & seconds.keys())
@@ -103,7 +103,7 @@ def durations(cases: Mapping[str, Case], seconds: Mapping[str, float]) -> dict[s
 
 
 def recorded(run: RecordedRun) -> dict[str, float]:
-    """Seconds that the cases of an earlier run took, by id; where a case has several seeds, the longest."""
+    """Seconds of the cases of an earlier run, by id; of several seeds the longest."""
     found: dict[str, float] = {}
     for record in run.records:
         taken = record["seconds_total"]
@@ -115,7 +115,7 @@ def recorded(run: RecordedRun) -> dict[str, float]:
 def read_durations(path: Path) -> dict[str, float]:
     """Seconds of the cases of an earlier run: the folder of its report, or its journal.
 
-    Raises ShardError where no case there has its seconds, JournalError where it cannot be read.
+    Raises ShardError for a run without seconds, JournalError for an unreadable run.
     """
     from narrowgauge.harness.records.journal import read
 
@@ -126,5 +126,5 @@ def read_durations(path: Path) -> dict[str, float]:
 
 
 def digest(ids: Iterable[str]) -> str:
-    """Sixteen hexadecimal digits of a set of ids: the same where the ids are, in whatever order."""
+    """Sixteen hexadecimal digits of a set of ids: equal for equal ids in any order."""
     return hashlib.blake2b("\n".join(sorted(set(ids))).encode(), digest_size=8).hexdigest()

@@ -1,8 +1,8 @@
 """Shrinking: the smallest part of the inputs of a failing case that still fails in the same way.
 
 Inputs are cropped, never generated again, along the axes of the operation: in whole blocks, tiles and rotated groups,
-with a short last block only at the end of the inputs. Failing need not be monotone in the shape, so the search is a
-bisection that accepts only parts that were judged and failed.
+with a short last block only at the end of the inputs. Failing need not be monotone in the shape: the bisection accepts
+only parts that were judged and failed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ CALLS = 40
 """Limit of the number of times that a case is judged."""
 WORK = 8.0
 """Limit of the cost of all these times together, where judging the whole case costs 1; a part that costs more than the
-rest is not tried. The cost is counted, not timed, so that a failure shrinks to the same shape on a busy machine."""
+rest is not tried. The cost is counted, not timed: a failure shrinks to the same shape on a busy machine."""
 LARGEST = 1 << 22
 """Elements of the inputs of a case that is shrunk."""
 COARSE = (128, 64, 32, 16)
-"""Multiples that kernels require beyond those of the recipe: sizes are searched in these steps first."""
+"""Multiples required by kernels beyond the recipe's: sizes are searched in these steps first."""
 
 Window = tuple[int, int]
 """First index, and the last index plus 1."""
@@ -52,7 +52,7 @@ def shrink(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, *, ca
     larger than `LARGEST`, and for a case without axes: its stages follow from all inputs.
 
     A part fails in the same way if its first wrong stage is that of `outcome` and, with a `cause`, its first
-    explanation has this cause. A part that the backend refuses, or that cannot be judged, fails in another way.
+    explanation has this cause. A part refused by the backend, or without a judgement, counts as a different failure.
     """
     if not case.axes:
         return None
@@ -70,7 +70,7 @@ def shrink(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, *, ca
 def crop(case: Case, inputs: Inputs, windows: Mapping[str, Window]) -> tuple[Case, Inputs]:
     """The case and its inputs within a window for each of its axes. More dimensions than two become rows.
 
-    Each tensor is cropped along the axes that the case names for it (`harness.cases.axes`). M of a case with sections
+    A tensor is cropped along its named axes (`harness.cases.axes`). M of a case with sections
     is cropped within each section. Seed and offset of random bits stay, and count the blocks of the part.
     """
     kept = {name: torch.arange(*windows.get(name, (0, extent))) for name, extent in case.sizes.items()}
@@ -135,8 +135,8 @@ class _Search:
         self.work = 0.0
 
     def run(self) -> None:
-        """Crop as far as it goes, and again while that helps: all axes to the block of the first wrong element, at once
-        or one by one, then all by bisection, in large steps first, which make the smaller ones cheap."""
+        """Crop as far as possible, and again while the shape shrinks: all axes to the block of the first wrong element,
+        at once or one by one, then all by bisection, in large steps first, which make the smaller steps cheap."""
         before = None
         try:
             while before != self.windows:
@@ -201,7 +201,7 @@ class _Search:
         return found
 
     def _shorten(self, name: str, unit: int, too_few: int, *, front: bool) -> int:
-        """Bisect for the fewest units of an axis that fail, first or last ones, where so many elements are too few.
+        """Bisect for the fewest failing units of an axis, first or last units; `too_few` elements are too few.
 
         Gives how many elements are now known to be too few.
         """

@@ -1,7 +1,7 @@
 """Processes that this process starts, waits for and kills: forks of the server of judges, or fresh interpreters.
 
-Each has a connection to this process and a time until which its next message must come. A caller starts it with a
-target, sends work, waits for a message, and stops it; its death and its silence are exceptions of `receive`.
+A process has a connection to this process, and a deadline for its next message. A caller starts a process with a
+target, sends work, waits for a message, and stops the process; its death and its silence are exceptions of `receive`.
 """
 
 from __future__ import annotations

@@ -84,11 +84,11 @@ class Task:
 GRACE = 5.0
 """Seconds that a worker without work has to end by itself."""
 LOAD = 300.0
-"""Seconds that a worker may take to load a backend, or a case's timeout if that is longer."""
+"""Largest number of seconds for loading a backend; a longer timeout of a case counts instead."""
 STOPPED = 5.0
-"""Seconds beyond the timeout of a case after which a judge that a kernel stopped, or traces, is given up."""
+"""Seconds beyond the timeout of a case, before a judge stopped or traced by a kernel is given up."""
 JUDGING = 120.0
-"""Seconds that a judge may take beyond the timeout of a case, which limits the calls of the backend."""
+"""Seconds of a judge beyond the timeout of a case, which limits the calls of the backend."""
 
 
 class Lost(Exception):
@@ -98,7 +98,7 @@ class Lost(Exception):
         super().__init__(message)
         self.verdict = verdict
         self.loaded = loaded
-        """Whether the worker had loaded the backend. If not, another worker would not load it either."""
+        """Whether the worker had loaded the backend. If not, a new worker would not load the backend either."""
 
 
 class Worker(Fork):
@@ -119,8 +119,8 @@ class Worker(Fork):
     def __init__(self, settings: Settings, gpu: str = "", on_loaded: OnRecord = lambda news: None) -> None:
         """Start the judge, on the GPU of that name. Its first message says whether the backend is loaded.
 
-        `on_loaded`: called with what the backend has loaded (`harness.records.loaded_sources`), before the record of
-        the case that loaded it.
+        `on_loaded`: called with the sources loaded by the backend (`harness.records.loaded_sources`), before the record
+        of the loading case.
         """
         self.settings, self.gpu, self._on_loaded = settings, gpu, on_loaded
         super().__init__(
@@ -182,7 +182,7 @@ class Worker(Fork):
 
 
 def without_result(task: Task, settings: Settings, verdict: str, message: str) -> dict[str, Any]:
-    """The record of a task that gave none."""
+    """The record of a task without a record of its own."""
     record = new_record(
         task.case, backend=settings.backend, device=settings.device, seed=task.seed, options=settings.options
     )
@@ -202,8 +202,8 @@ def main(connection: Connection, hosts: Channel, other_hosts: Channel, settings:
 def serve(connection: Connection, hosts: Channel, other_hosts: Channel, settings: Settings) -> None:
     """Judge tasks, and send their records, until the message `end`.
 
-    A channel has one host at a time: `hosts` starts that of the run, `other_hosts` those in which a failing case runs
-    again.
+    A channel has one host at a time: `hosts` starts the host of the run, `other_hosts` the hosts for a second run of a
+    failing case.
     """
     from narrowgauge.harness.backends.backend import Backend
     from narrowgauge.harness.backends.loading import extra_folder

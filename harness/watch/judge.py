@@ -1,4 +1,4 @@
-"""The process that judges calls of another program. It receives calls and sends answers.
+"""The process that judges calls of a running program. It receives calls and sends answers.
 
 A call is the name of an assertion with a file of its arguments, which `torch.load` reads with weights_only=True. An
 answer has the key `passed`, `failed` or `error`.

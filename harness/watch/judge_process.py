@@ -23,7 +23,7 @@ _LONGEST_ERROR = 2000
 
 
 class JudgeProcess:
-    """A process that judges one call after the other. It starts with the first call, by exec, never by fork alone."""
+    """A process that judges call after call. It starts with the first call, by exec, never by fork alone."""
 
     def __init__(self, assertion: str, most: int, answer: Answer) -> None:
         """`most`: calls that are copied and not yet judged. `answer(number, reply)` is called for each judged call, in

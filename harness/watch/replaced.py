@@ -116,7 +116,7 @@ def _restore_kernels(library: Any, listed: set[str]) -> None:
 
 
 def _replace_function(function: Any, observer: Observer, stack: ExitStack) -> None:
-    """Replace a function in its class, or in all loaded modules that have it under any name."""
+    """Replace a function in its class, or in all loaded modules, under any name."""
     if not inspect.isroutine(function):
         raise TypeError(
             f"watch takes a custom op, such as torch.ops.lib.name, or a Python function; not {type(function).__name__}"

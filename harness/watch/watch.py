@@ -51,7 +51,7 @@ class watch:
     all threads. `start()` and `stop()` do the same without a block.
 
     function: `torch.ops.lib.name`, an overload of it, a function of `torch.library.custom_op`, or a Python function of
-    a module or class. Kernels for CPU and CUDA are watched; fake kernels, gradients and other ops stay as they are.
+    a module or class. Kernels for CPU and CUDA are watched; fake kernels, gradients and all further ops are unchanged.
     adapter: function `adapter(result, *args, **kwargs)` that returns the arguments of the assertion by name, or None to
     skip the call. `args` and `kwargs` have the tensors of before the call. `result` is the result of the call; for a
     result of None, it is a dict of the arguments by name, after the call. Without an adapter, `x` is the first tensor
@@ -60,7 +60,7 @@ class watch:
     assertion: an assertion of narrowgauge.
     pending: calls that are copied and not yet judged. Further calls are dropped and counted.
     wait: seconds that `stop` waits for the calls not yet judged.
-    options: arguments of the assertion that are the same for every call, such as `recipe` and `layout`.
+    options: arguments of the assertion equal in every call, for example `recipe` and `layout`.
 
     Inputs are copied before the call and arguments of the assertion after it. A GPU's tensors are copied on the current
     stream; the judge works on a CPU. Errors of the watcher, also of the adapter, are counted and never reach the
@@ -195,7 +195,7 @@ class watch:
         return result
 
     def _before(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Copies of the arguments, and a place at the judge; None for a call that is not judged."""
+        """Copies of the arguments, and a place at the judge; None for a call without a judgement."""
         judge = self._judge
         if judge is None or getattr(self._busy, "adapting", False) or os.getpid() != self._process_id:
             return None

@@ -1,4 +1,4 @@
-"""Contracts: a function of about ten lines says what a kernel computes (docs/contracts.md).
+"""Contracts: a function of about ten lines states the formula of a kernel (docs/contracts.md).
 
     from narrowgauge import contract as c
 

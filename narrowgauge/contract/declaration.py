@@ -1,4 +1,4 @@
-"""`@contract`: a function whose signature names tensors, recipes and options, and whose text says what is computed.
+"""`@contract`: a function with tensors, recipes and options in its signature, and a formula as its text.
 
 This module does not import torch.
 """
@@ -37,7 +37,7 @@ from narrowgauge.spec.recipes import recipes
 
 
 class Argument(Value):
-    """The type of an argument that is a tensor. `Annotated[Matrix, ("M", "N")]` gives its axes other names."""
+    """The type of a tensor argument. `Annotated[Matrix, ("M", "N")]` renames the axes."""
 
     own_axes: ClassVar[Axes]
     dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16", "float32")
@@ -50,23 +50,23 @@ class Matrix(Argument):
 
 
 class Ranks(Matrix):
-    """A matrix (M, K) on each rank of a group of processes: in a contract, the tuple of these matrices. The option
-    `ranks` says how many there are."""
+    """A matrix (M, K) on every rank of a group of processes: in a contract, the tuple of these matrices. The option
+    `ranks` is the number of processes."""
 
 
 class QuantizedRanks(Ranks):
-    """A matrix of each rank that is quantized already, by the parameter `recipe`: in a contract, the tuple of the
+    """A quantized matrix of every rank, by the parameter `recipe`: in a contract, the tuple of the
     results of `c.quantize`. A kernel gets a `Quantized`, and no recipe."""
 
 
 class Row(Argument):
-    """A number for each column: (K,)."""
+    """A number per column: (K,)."""
 
     own_axes = ("K",)
 
 
 class Column(Argument):
-    """A float32 number for each row, such as a saved 1/√(mean square): (M, 1)."""
+    """A float32 number per row, for example a saved 1/√(mean square): (M, 1)."""
 
     own_axes = ("M", "1")
     dtypes = ("float32",)
@@ -87,22 +87,22 @@ class Scale(Argument):
 
 
 class Index(Argument):
-    """Numbers of rows of another argument, which `table[index]` takes: int64 (M,)."""
+    """Numbers of rows of a second argument, for `table[index]`: int64 (M,)."""
 
     own_axes = ("M",)
     dtypes = (INDEX,)
 
 
 class Codes(Argument):
-    """A quantized matrix (N, K), which a kernel gets as a `Quantized`. The default of the parameter names its recipe;
-    without a default, cases name it."""
+    """A quantized matrix (N, K), passed to a kernel as a `Quantized`. The default of the parameter names its recipe;
+    without a default, cases name the recipe."""
 
     own_axes = ("N", "K")
     dtypes = (CODES,)
 
 
 class Scales(Argument):
-    """Scales of a cache, one of all rows or one for each head: float32 (scales,), 1 or as many as heads."""
+    """Scales of a cache, of all rows or per head: float32 (scales,), 1 or as many as heads."""
 
     own_axes = ("scales",)
     dtypes = ("float32",)
@@ -116,56 +116,56 @@ class Slots(Argument):
 
 
 class Pages(Argument):
-    """Numbers of the pages of each request, in the order of its tokens: int64 (requests, most pages)."""
+    """Numbers of the pages per request, in the order of its tokens: int64 (requests, most pages)."""
 
     own_axes = ("requests", "most")
     dtypes = (INDEX,)
 
 
 class Lengths(Argument):
-    """Tokens of each request in a cache: int64 (requests,). Their sum is the number of tokens."""
+    """Number of tokens per request in a cache: int64 (requests,). Their sum is the number of tokens."""
 
     own_axes = ("requests",)
     dtypes = (INDEX,)
 
 
 class QueryLengths(Argument):
-    """Rows of each request in a batch, at least 1: int64 (requests,). Their sum is the number of rows."""
+    """Number of rows per request in a batch, at least 1: int64 (requests,). Their sum is the number of rows."""
 
     own_axes = ("requests",)
     dtypes = (INDEX,)
 
 
 class Heads(Argument):
-    """Rows of numbers for the heads of each token of a batch, such as queries: (queries, q_heads, dim)."""
+    """Rows of numbers for the heads of all tokens of a batch, for example queries: (queries, q_heads, dim)."""
 
     own_axes = ("queries", "q_heads", "dim")
 
 
 class Sinks(Argument):
-    """A logit of each head without a token: float32 (q_heads,)."""
+    """A logit per head without a token: float32 (q_heads,)."""
 
     own_axes = ("q_heads",)
     dtypes = ("float32",)
 
 
 class Positions(Argument):
-    """The row of a matrix that each choice of a token names; a negative one names none: int64 (tokens, choices)."""
+    """Rows of a matrix, a number per choice of a token; a negative number is no row: int64 (tokens, choices)."""
 
     own_axes = ("tokens", "choices")
     dtypes = (INDEX,)
 
 
 class RouterWeights(Argument):
-    """A weight of each choice of a token: float32 (tokens, choices)."""
+    """A weight per choice of a token: float32 (tokens, choices)."""
 
     own_axes = ("tokens", "choices")
     dtypes = ("float32",)
 
 
 class Cache(Argument):
-    """A paged cache, which a kernel gets as a `narrowgauge.spec.kv_cache.Cache` and may change: (pages, tokens of a
-    page, heads, columns of keys, columns of values). Its recipe is that of the contract; `cache.keys` and
+    """A paged cache, passed to a kernel as a `narrowgauge.spec.kv_cache.Cache` and open to changes: (pages, tokens of a
+    page, heads, columns of keys, columns of values). Its recipe is the recipe of the contract; `cache.keys` and
     `cache.values` are its halves."""
 
     own_axes = ("pages", "page", "heads", "dim", "v_dim")
@@ -188,7 +188,7 @@ TYPES = (
 
 
 class Recipe(str):
-    """The type of an argument that names a recipe."""
+    """The type of an argument with the name of a recipe."""
 
     __slots__ = ()
 
@@ -196,43 +196,43 @@ class Recipe(str):
 _PASSED = "passed to the kernel"
 _T = TypeVar("_T")
 Passed = Annotated[_T, _PASSED]
-"""The type of an option with few values that the kernel takes too: `Passed[Literal["tanh", "erf"]]`. Other options with
-few values say how kernels differ, and numbers are passed."""
+"""The type of an option with few values, also an argument of the kernel: `Passed[Literal["tanh", "erf"]]`. Options with
+few values and without this type are fields: differences of kernels. Numbers are passed."""
 Flag = Passed[bool]
-"""The type of a bool that the kernel takes too."""
+"""The type of a bool that is also an argument of the kernel."""
 
 
 _MOST = 64
-"""Sets of choices that are traced together."""
+"""Largest number of sets of choices traced together."""
 Rows = Literal["independent"]
 
 
 @dataclass(frozen=True)
 class Contract:
-    """What a kernel computes. `trace` gives the steps; the function itself is never called with tensors."""
+    """The formula of a kernel. `trace` gives the steps; the function itself is never called with tensors."""
 
     function: Callable[..., Any]
     tensors: Mapping[str, tuple[type[Argument], Axes]]
-    """Type and axes of each argument that is a tensor."""
+    """Types and axes of the tensor arguments."""
     recipes: Mapping[str, str]
-    """Default of each argument that names a recipe, and of `NAME_recipe` for each quantized argument; empty: none."""
+    """Defaults of the recipe arguments, and of `NAME_recipe` for the quantized arguments; empty: no default."""
     options: Mapping[str, Any]
     """Defaults of the keyword arguments."""
     choices: Mapping[str, tuple[Any, ...]]
-    """All values of the keyword arguments that have few: of a `Literal`, or of a bool."""
+    """All values of the keyword arguments of a `Literal` or of bool."""
     flags: tuple[str, ...]
-    """The keyword arguments with choices that are passed to a kernel: of the type `Flag` or `Passed`."""
+    """The keyword arguments with choices and passed to a kernel: of the type `Flag` or `Passed`."""
     rows: str = ""
-    """"independent": every row has the same bytes alone and beside other rows. Empty: nothing is said."""
+    """"independent": every row has the same bytes alone and in any batch. Empty: not declared."""
     dialects: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Named sets of values of the options with choices."""
     by_name: tuple[str, ...] = ()
-    """Tensors that are passed by name: parameters behind the `*` with the default None. A kernel is given those that
-    the steps use."""
+    """Tensors passed by name: parameters behind the `*` with the default None. A kernel gets the tensors used by the
+    steps."""
 
     @property
     def name(self) -> str:
-        """The name, as methods and records have it."""
+        """The name in methods and records."""
         return self.function.__name__.replace("_", "-")
 
     @property
@@ -247,7 +247,7 @@ class Contract:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the contract takes, as JSON can hold it."""
+        """The arguments of the contract, as JSON values."""
         return {
             "name": self.name, "file": self.file, "line": self.line, "about": inspect.getdoc(self.function) or "",
             "parameters": list(inspect.signature(self.function).parameters),
@@ -258,7 +258,7 @@ class Contract:
         }  # fmt: skip
 
     def usual_requests(self) -> Iterator[dict[str, Any]]:
-        """Arguments of `trace` that runs often ask for: every dtype with every recipe, and with every choice."""
+        """Usual arguments of `trace` in a run: every dtype with every recipe, and with every choice."""
         named = [dict.fromkeys(self.recipes, str(recipe)) for recipe in recipes()] if self.recipes else [{}]
         sets = itertools.islice(itertools.product(*self.choices.values()), _MOST)
         every = [{**self.options, **dict(zip(self.choices, values, strict=True))} for values in sets]
@@ -273,7 +273,7 @@ class Contract:
                 yield {"dtypes": dtypes, "recipes": dict.fromkeys(self.recipes, first), "options": options}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, str]:
-        """The steps for dtypes, recipes and options as JSON, under `program`, or the reason why there are none, under
+        """The steps for dtypes, recipes and options as JSON, under `program`, or the reason for no steps, under
         `error`."""
         try:
             return {"program": self.trace(request["dtypes"], request["recipes"], request["options"]).to_json()}
@@ -285,8 +285,8 @@ class Contract:
     def trace(self, dtypes: Mapping[str, str], recipes: Mapping[str, str], options: Mapping[str, Any]) -> Program:
         """The steps for dtypes of tensors, names of recipes, and values of options.
 
-        Raises ContractError, with file and line, for a function that is no contract, and TypeError for arguments that
-        the contract does not take.
+        Raises ContractError, with file and line, for a function that is no contract, and TypeError for unknown
+        arguments.
         """
         for wanted, known, what in ((recipes, self.recipes, "recipe"), (options, self.options, "option")):
             unknown = set(wanted) - set(known)
@@ -303,7 +303,7 @@ class Contract:
     def _traced(
         self, dtypes: Mapping[str, str], recipes: Mapping[str, str], options: Mapping[str, Any], absent: Sequence[str]
     ) -> Program:
-        """The steps. `absent`: tensors that are None."""
+        """The steps. `absent`: tensors with the value None."""
         trace, given = Trace(self.file), dict[str, Any].fromkeys(absent)
         arguments, chosen = [], dict(recipes)
         for name, (kind, axes) in self.tensors.items():
@@ -358,7 +358,7 @@ class Contract:
 
 
 def place_of(error: BaseException, path: str) -> str:
-    """File and line of an error in the file of a user, as far as it happened there."""
+    """File and line of an error in the file of a user, if the error was raised in the file."""
     if isinstance(error, SyntaxError) and error.filename == path:
         return f"{path}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
@@ -381,22 +381,22 @@ def contract(
     rows: Rows | None = None,
     dialects: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Contract | Callable[[Callable[..., Any]], Contract]:
-    """Make a function a contract. Its text says step by step what a kernel computes.
+    """Make a function a contract. Its text states the formula of a kernel step by step.
 
-    `@contract(rows="independent")` also says that a row has the same bytes alone, beside any other rows and in any
-    place, so that a sum has the same order for every number of rows. Kernels are then run on such rows too.
+    `@contract(rows="independent")` also declares that a row has the same bytes alone, in any batch and in any place: a
+    sum has the same order for every number of rows. Kernels then run on rows alone too.
 
-    `dialects`: names of libraries and their values of the options with few values. A recipe takes such a name behind
-    @, and a backend declares it. Options that the contract does not have are left out.
+    `dialects`: names of libraries and their values of the options with few values. A recipe takes the name behind @,
+    and a backend declares the name. Options unknown to the contract are left out.
 
     Positional parameters have the type of a tensor (`Matrix`, `Row`, `Column`, `Scalar`, `Scale`, `Index`, `Bits`,
     `Slots`, `Pages`, `Lengths`, `Cache`) or `Recipe`, which may have a default. A keyword parameter `Scales | None` is
-    a tensor that a kernel is given by name if a step uses it. Other keyword parameters are options with a default. A
-    number, a `Flag` and a `Passed` are arguments of the kernel too; a bool and a Literal say how kernels differ, and
-    are not passed. The option `subnormals: Literal["kept", "flushed"]` acts by its name: under "flushed" each step may
-    flush subnormal numbers. The option `page_layout` is told to a kernel by its cache, and `ranks` by its group.
-    The function returns a value, or a mapping of values by name; names are those of the results of a kernel, in their
-    order. Raises ContractError for another signature.
+    a tensor, passed to a kernel by name if a step uses the tensor. The remaining keyword parameters are options with a
+    default. A number, a `Flag` and a `Passed` are arguments of the kernel too; a bool and a Literal say how kernels
+    differ, and are not passed. The option `subnormals: Literal["kept", "flushed"]` acts by its name: under "flushed"
+    every step may flush subnormal numbers. The option `page_layout` is told to a kernel by its cache, and `ranks` by
+    its group. The function returns a value, or a mapping of values by name; names are the names of the results of a
+    kernel, in their order. Raises ContractError for a wrong signature.
     """
     if function is None:
         return lambda function: _with(contract(function), rows or "", dialects or {})
@@ -459,7 +459,7 @@ def contract(
 
 
 def _with(contract: Contract, rows: str, dialects: Mapping[str, Mapping[str, Any]]) -> Contract:
-    """The contract with dialects. Raises ContractError for a value that an option does not have."""
+    """The contract with dialects. Raises ContractError for an unknown value of an option."""
     own = {}
     for name, fields in dialects.items():
         own[name] = {option: value for option, value in fields.items() if option in contract.choices}

@@ -1,4 +1,4 @@
-"""Steps of mixtures of experts: rows that the choices of tokens name, and sums over choices.
+"""Steps of mixtures of experts: rows of the choices of tokens, and sums over choices.
 
 This module does not import torch.
 """
@@ -17,10 +17,10 @@ from narrowgauge.spec.program import (
 
 
 def chosen(x: Value, positions: Value) -> Value:
-    """The row of a matrix (rows, N) that each choice of a token names: (tokens, choices, N).
+    """The rows of a matrix (rows, N), a row per choice of a token: (tokens, choices, N).
 
-    `positions`: an argument of the type Positions. A choice that names no row has any numbers, and `accumulated` leaves
-    it out.
+    `positions`: an argument of the type Positions. A choice without a row has any numbers, and `accumulated` leaves the
+    choice out.
     """
     return x.trace.add(CHOSEN, (x, positions), (*positions.axes, *x.axes[1:]), x.dtype)
 
@@ -28,8 +28,8 @@ def chosen(x: Value, positions: Value) -> Value:
 def accumulated(x: Value, positions: Value, order: str = "any", dtype: str = "float32") -> Value:
     """Σ over the choices of a token that name a row, (tokens, choices, N) to (tokens, N).
 
-    `order`: "any", or "choices", from the first choice to the last one. `dtype`: every kernel rounds each partial sum
-    to it; a sum in float32 may be fused with the product before it.
+    `order`: "any", or "choices", from the first choice to the last one. `dtype`: every kernel rounds every partial sum
+    to the dtype; a sum in float32 may be fused with the product before it.
     """
     if order not in ORDERS_OF_CHOICES:
         x.trace.fail(f"choices are added in the order {' or '.join(ORDERS_OF_CHOICES)}, not {order!r}")

@@ -1,4 +1,4 @@
-"""The functions of a contract. Each adds one step, or the steps of a formula. This module does not import torch."""
+"""The functions of a contract. A function adds a step, or the steps of a formula. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from narrowgauge.spec.summation import summation
 
 DTYPES = ("float32", "bfloat16", "float16")
 EXACT = "exact"
-"""Dtype of numbers that no kernel rounds: products of codes and scales."""
+"""Dtype of numbers without a rounding in any kernel: products of codes and scales."""
 
 
 def float32(x: Value) -> Value:
@@ -54,7 +54,7 @@ def square(x: Value) -> Value:
 
 
 def sum(x: Value | Sequence[Value], *, depth: int | None = None, axis: int = -1) -> Value:
-    """Σ along an axis, or of a list of values, in any order, or with at most `depth` roundings of each term.
+    """Σ along an axis, or of a list of values, in any order, or with at most `depth` roundings of a term.
 
     `axis`: the last, (M, K) to (M, 1), or 0, (M, K) to (K,).
     """
@@ -84,7 +84,7 @@ def largest(x: Value, *, axis: int = -1) -> Value:
 
 
 def divide(x: Value | float, y: Value | float, form: str | None = None) -> Value:
-    """x / y as "quotient", as x·fl(1/y) ("reciprocal") or "approximate"; None: any of them, as the operator `/`."""
+    """x / y as "quotient", as x·fl(1/y) ("reciprocal") or "approximate"; None: any form, as the operator `/`."""
     value = x if isinstance(x, Value) else y
     assert isinstance(value, Value)
     _check_division(value, form)
@@ -92,12 +92,12 @@ def divide(x: Value | float, y: Value | float, form: str | None = None) -> Value
 
 
 def maximum(x: Value, y: Value | float) -> Value:
-    """The larger of two numbers; NaN in one operand gives the other operand or NaN."""
+    """The larger of two numbers; a NaN operand gives the second operand or NaN."""
     return combined("maximum", x, y)
 
 
 def minimum(x: Value, y: Value | float) -> Value:
-    """The smaller of two numbers; NaN in one operand gives the other operand or NaN."""
+    """The smaller of two numbers; a NaN operand gives the second operand or NaN."""
     return combined("minimum", x, y)
 
 
@@ -112,7 +112,8 @@ def where(condition: Value, x: Value | float, y: Value | float) -> Value:
 
 
 def exp(x: Value, *forms: str) -> Value:
-    """eˣ. Forms of functions: `reference.contracts.functions.FUNCTIONS`; none: those that need no fast-math."""
+    """eˣ. Forms of functions: `reference.contracts.functions.FUNCTIONS`; without a name: all forms without
+    fast-math."""
     return _function("exp", x, forms)
 
 
@@ -147,7 +148,7 @@ def erf(x: Value, *forms: str) -> Value:
 
 
 def any_of(*values: Value) -> Value:
-    """A number that a kernel may compute by any of the given formulas."""
+    """A number by any of the given formulas: every kernel may choose."""
     first, *others = [in_float32(value) for value in values]
     axes = first.axes
     for other in others:
@@ -156,16 +157,16 @@ def any_of(*values: Value) -> Value:
 
 
 def roundings(x: Value, count: int, of: Value | None = None) -> Value:
-    """`x` with up to `count` further roundings, such as those of another order of products. `of`: larger numbers that
-    round, such as those whose difference x is."""
+    """`x` with up to `count` further roundings, for example by a different order of products. `of`: larger rounded
+    numbers, for example the operands of the difference x."""
     operands = (in_float32(x),) if of is None else (in_float32(x), in_float32(of))
     return x.trace.add("roundings", operands, x.axes, "float32", count=count)
 
 
 def once(x: Value) -> Value:
-    """A number of each row that a kernel computes once, so that one number explains all results of the row.
+    """A number of a row, computed once by a kernel: the same number explains all results of the row.
 
-    It reaches a result by products, quotients, sums, casts and limits with other numbers alone, once in each formula.
+    The number reaches a result only by products, quotients, sums, casts and limits, once in a formula.
     """
     if len(x.axes) != 2 or x.axes[-1] != "1" or x.axes[0] == "1":
         x.trace.fail(f"c.once takes a number of each row, such as a sum, not a tensor of ({', '.join(x.axes)})")
@@ -173,7 +174,7 @@ def once(x: Value) -> Value:
 
 
 def sigmoid(x: Value, *forms: str) -> Value:
-    """1/(1 + e^(−x)). Forms: those of `exp`, and "tanh" for ½ + ½·tanh(x/2), whose error is absolute."""
+    """1/(1 + e^(−x)). Forms: the forms of `exp`, and "tanh" for ½ + ½·tanh(x/2), with an absolute error."""
     by_exp = tuple(form for form in forms if form != "tanh")
     formulas = [1.0 / (exp(-x, *by_exp) + 1.0)] if by_exp or not forms else []
     if "tanh" in forms:
@@ -182,7 +183,7 @@ def sigmoid(x: Value, *forms: str) -> Value:
 
 
 def silu(x: Value, *forms: str) -> Value:
-    """x·sigmoid(x), as one quotient x/(1 + e^(−x)) or as the product. Forms: those of `sigmoid`."""
+    """x·sigmoid(x), as a quotient x/(1 + e^(−x)) or as the product. Forms: the forms of `sigmoid`."""
     product = x * sigmoid(x, *forms)
     by_exp = tuple(form for form in forms if form != "tanh")
     return any_of(x / (exp(-x, *by_exp) + 1.0), product) if by_exp or not forms else product
@@ -191,7 +192,7 @@ def silu(x: Value, *forms: str) -> Value:
 def gelu(x: Value, form: str = "tanh", *forms: str) -> Value:
     """GELU: "tanh" is ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))), "erf" is ½·x·(1 + erf(x/√2)).
 
-    The argument has up to six further roundings: products in another order, constants rounded together, or a factor
+    The argument has up to six further roundings: products in any order, constants rounded together, or a factor
     2·log2 e; tanh may be computed by a sigmoid, or has the given forms.
     """
     if form == "tanh":
@@ -234,7 +235,7 @@ def _weighted(y: Value, weight: Value | None) -> Value:
 
 
 def _merged(statistic: Value, x: Value, **options: bool) -> Value:
-    """A mean of x, or its mean square deviation (`squares`), that a kernel may merge from those of parts."""
+    """A mean of x, or its mean square deviation (`squares`), also merged by a kernel from the means of parts."""
     return x.trace.add("merged", (statistic, x), statistic.axes, "float32", **options)
 
 
@@ -246,7 +247,7 @@ def halves(x: Value) -> tuple[Value, Value]:
 
 
 def joined(first: Value, second: Value) -> Value:
-    """Two matrices (…, K/2) beside each other, (…, K): the inverse of `halves`."""
+    """Two matrices (…, K/2) side by side, (…, K): the inverse of `halves`."""
     if first.axes != second.axes or first.dtype != second.dtype:
         first.trace.fail(
             f"c.joined takes two values of the same axes and dtype, not {first.dtype} ({', '.join(first.axes)}) and "
@@ -268,7 +269,7 @@ def rotate_half(x: Value, pairs: str = "halves") -> Value:
 
 
 def repeat_half(x: Value, pairs: str = "halves") -> Value:
-    """(x, x) along the last axis (…, K/2), or each number beside itself ("neighbours"): (…, K)."""
+    """(x, x) along the last axis (…, K/2), or every number twice in sequence ("neighbours"): (…, K)."""
     axes = (*x.axes[:-1], _whole(x, "c.repeat_half"))
     return x.trace.add(COLUMNS, (x,), axes, x.dtype, order=_paired(x, "repeated", pairs))
 
@@ -290,10 +291,10 @@ def _paired(x: Value, order: str, pairs: str) -> str:
 
 
 def dequantize(x: Value, dtype: str = "float32", *, fused: bool = False) -> Value:
-    """The values of a quantization, rounded to a dtype once: those of the kernel's own codes and scales if it returns
-    them. `fused`: a kernel may also keep the product of code and scale unrounded, as a fused multiply-add does.
+    """The values of a quantization, rounded to a dtype once: the values of the kernel's own codes and scales, if
+    returned. `fused`: a kernel may also keep the product of code and scale unrounded, as a fused multiply-add does.
 
-    A kernel may hide the quantization of numbers that are not known exactly, if its scales are those of rows or groups.
+    A kernel may hide the quantization of numbers with an interval, if its scales are scales of rows or groups.
     """
     _check_quantized(x, "dequantize")
     if dtype not in DTYPES:
@@ -306,9 +307,9 @@ def dequantize(x: Value, dtype: str = "float32", *, fused: bool = False) -> Valu
 def decode(q: Value, dtype: str | None = None, *, scale: str | None = None, zero: str | None = None) -> Value:
     """Element times the scale of its block, rounded once to `dtype`, or exact without one: (N, K).
 
-    A scale that spans K, and the scale of a tensor, are no scales of blocks: `factor`. `scale`: dtype to which kernels
-    round the scale of a block first. `zero`: "rounded" if kernels round the product of zero point and scale to `dtype`
-    before they subtract it. An exact product goes into `gemm` alone.
+    A scale that spans K, and the scale of a tensor, are no scales of blocks: `factor`. `scale`: dtype of a first
+    rounding of the scale of a block. `zero`: "rounded" if kernels round the product of zero point and scale to `dtype`
+    before the subtraction. An exact product goes into `gemm` alone.
     """
     _check_quantized(q, "decode")
     for name in (dtype, scale):
@@ -321,10 +322,10 @@ def decode(q: Value, dtype: str | None = None, *, scale: str | None = None, zero
 
 
 def factor(q: Value, *, axis: int = 0) -> Value:
-    """The factor of a quantization beside the scales of blocks: the scale of the tensor, or those of rows, or 1.
+    """The factor of a quantization beside the scales of blocks: the scale of the tensor, or the scales of rows, or 1.
 
     `axis`: 0, a number for each row of the matrix (N, 1); 1, for each column of a product with it (N,). The scale of a
-    tensor is one number, ("1",).
+    tensor is a single number, ("1",).
     """
     _check_quantized(q, "factor")
     if axis not in (0, 1):
@@ -344,7 +345,7 @@ def gemm(a: Value, b: Value, order: str | None = None, *, promotion: str | None 
 
     An exact operand of `decode` whose blocks have float32 scales is multiplied block by block: the sum P of a block
     is added to y in order of K. `promotion`: "sum-first" is y = fma(fl(P·s_a), s_b, y), "scales-first" is
-    y = fma(fl(s_a·s_b), P, y); None is either, fused or not.
+    y = fma(fl(s_a·s_b), P, y); None: fused or not.
     """
     if promotion not in (None, *PROMOTIONS):
         a.trace.fail(f"c.gemm has the promotion {', '.join(PROMOTIONS)}, not {promotion!r}")
@@ -369,7 +370,7 @@ def gemm(a: Value, b: Value, order: str | None = None, *, promotion: str | None 
 
 
 def _is_known(x: Value) -> bool:
-    """Whether the numbers of a matrix are known before a kernel runs: arguments, and what arguments are decoded to."""
+    """Whether the numbers of a matrix are known before a kernel runs: arguments, and decoded arguments."""
     step = x.step
     if step.function in ("float32", "part", DECODE, DEQUANTIZE, COLUMNS):
         return _is_known(Value(x.trace, step.operands[0]))
@@ -386,10 +387,10 @@ def quantize(
 ) -> Value:
     """`x` quantized by a recipe: codes, scales, and the amax if the recipe has a scale for the tensor.
 
-    `scale`: an argument of the type Scale, for a recipe whose scale is given. `random`: an argument of the type Bits,
-    for a recipe that rounds stochastically. `statistics`: another matrix of the shape of `x`, whose amaxes give the
-    scales, for a recipe that makes its scales. A recipe with a rotation rotates `x` first, in any order of summation,
-    and rounds it to bfloat16.
+    `scale`: an argument of the type Scale, for a recipe with a given scale. `random`: an argument of the type Bits, for
+    a recipe with stochastic rounding. `statistics`: a second matrix of the shape of `x`, with the amaxes of the scales,
+    for a recipe without given scales. A recipe with a rotation rotates `x` first, in any order of summation, and rounds
+    it to bfloat16.
     """
     if len(x.axes) != 2:
         x.trace.fail(f"c.quantize takes a matrix, not a tensor of the axes ({', '.join(x.axes)})")
@@ -445,8 +446,8 @@ def quantize_both(x: Value, recipe: str, *, random: tuple[Value, Value] | None =
 
 def write(q: Value, half: Value, slots: Value) -> Value:
     """A half of a cache, `cache.keys` or `cache.values`, with the rows of a quantization of (tokens·heads, columns) in
-    the slots of their tokens. A token with a negative slot is not stored, and tokens with one slot may overwrite one
-    another. All other bytes stay."""
+    the slots of their tokens. A token with a negative slot is not stored; of tokens with the same slot any may be
+    stored. All further bytes stay."""
     if q.step.recipe is None or half.dtype != HALF or slots.dtype != INDEX:
         q.trace.fail("c.write takes a result of c.quantize, cache.keys or cache.values, and an argument of type Slots")
     rows = f"{slots.axes[0]}*{half.axes[0].rpartition('*')[2]}"
@@ -476,13 +477,12 @@ def read(half: Value, slots: Value, scale: Value | None = None) -> Value:
 
 
 def slots_of(pages: Value, lengths: Value, tokens: str = "tokens") -> Value:
-    """Slots of the tokens of all requests, one request behind another, by the page numbers of each request and its
-    length: (tokens,)."""
+    """Slots of the tokens of all requests in sequence, by the page numbers and the length of a request: (tokens,)."""
     return pages.trace.add(SLOTS, (pages, lengths), (tokens,), INDEX)
 
 
 def of_heads(scale: Value, rows: str = "tokens*heads") -> Value:
-    """The scale of each row of (tokens·heads, columns), of an argument of the type Scales: (tokens·heads, 1)."""
+    """The scales of the rows of (tokens·heads, columns), from an argument of the type Scales: (tokens·heads, 1)."""
     return scale.trace.add(OF_HEADS, (scale,), (rows, "1"), "float32")
 
 

@@ -1,8 +1,9 @@
 """Contracts of a file, in a process of their own: `python -m narrowgauge.contract.traced_file FILE`.
 
-The process reads requests as JSON from stdin: a list of arguments of `Contract.trace` for each name of a contract. It
-writes an object to stdout: what each contract takes, the steps or the error of each request and of the usual ones, and
-the files that were imported. So no process that judges imports the file of a user. This module does not import torch.
+The process reads requests as JSON from stdin: a list of arguments of `Contract.trace` by the name of a contract. The
+process writes an object to stdout: the arguments of the contracts, the steps or the error of every request and of the
+usual requests, and the imported files. No judging process imports the file of a user. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main(path: str) -> dict[str, Any]:
 
 
 def _imported(path: Path) -> ModuleType:
-    """The module of a file, which can import modules beside it, and relatively if its folder is a package."""
+    """The module of a file, with imports of modules in its folder, also relative imports if the folder is a package."""
     folder, parts = path.parent, [path.stem]
     while (folder / "__init__.py").is_file():
         folder, parts = folder.parent, [folder.name, *parts]

@@ -39,7 +39,7 @@ class Trace:
         """Numbers of the steps by everything but their lines, as text: −0 is not 0."""
 
     def add(self, function: str, operands: tuple[Value, ...], axes: Axes, dtype: str, **options: Any) -> Value:
-        """Add a step; its value. An equal step is not added twice, so that both values are one number."""
+        """Add a step; its value. An equal step is not added twice: both values are the same number."""
         for operand in operands:
             if operand.trace is not self:
                 self.fail("a value of another contract is an operand; a contract uses its own arguments alone")
@@ -78,7 +78,7 @@ class Value:
 
     @property
     def step(self) -> Step:
-        """The step that gives this value."""
+        """The step of this value."""
         return self.trace.steps[self.number]
 
     @property
@@ -174,7 +174,7 @@ class CachedHalves:
 
 
 def in_float32(value: Value) -> Value:
-    """The value, which must be float32. Raises ContractError for another dtype."""
+    """The float32 value. Raises ContractError for a different dtype."""
     if value.dtype != "float32":
         value.trace.fail(
             f"arithmetic is in float32, and an operand is {value.dtype}: convert it by c.float32, and round the result "
@@ -184,7 +184,7 @@ def in_float32(value: Value) -> Value:
 
 
 def combined(function: str, a: Value | float, b: Value | float, **options: Any) -> Value:
-    """A step of two operands, one of which may be a number. Raises ContractError for shapes that do not fit."""
+    """A step of two operands, also of an operand and a number. Raises ContractError for shapes that do not fit."""
     trace = a.trace if isinstance(a, Value) else b.trace  # type: ignore[union-attr]
     one, other = (in_float32(v) if isinstance(v, Value) else number(trace, v) for v in (a, b))
     axes = broadcast(trace, one.axes, other.axes)

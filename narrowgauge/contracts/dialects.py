@@ -115,10 +115,18 @@ COMBINED: Mapping[str, Mapping[str, Any]] = {
 
 MIXTURES: Mapping[str, Mapping[str, Any]] = {
     **COMBINED,
-    # vLLM 0.33.0, vllm/model_executor/layers/fused_moe: the second product multiplies by the weight, moe_sum adds.
-    "vllm-fused-moe": {"router_weight": "product", "order": "choices"},
-    # DeepGEMM 54e2261, mega_moe: the weight is in the activation; gate and up by turns of 8 rows.
-    "deepgemm-mega": {"router_weight": "activation", "gate_up": "interleaved-8"},
+    # vLLM 0.33.0, vllm/model_executor/layers/fused_moe/fused_moe.py: fused_moe_kernel multiplies the float32 sums
+    # of the second product by the weight and rounds once; silu_and_mul and moe_sum are those of csrc.
+    "vllm-fused-moe": {"router_weight": "product", "rounded": "both", "order": "choices"},
+    # DeepGEMM 54e2261, deep_gemm/include/deep_gemm/impls/sm100_fp8_fp4_mega_moe.cuh, and deep_gemm/mega/__init__.py:
+    # gate and up by turns of 8 rows; the weight is in the activation, which is quantized as it is.
+    "deepgemm-mega": {
+        "router_weight": "activation",
+        "gate_up": "interleaved-8",
+        "rounded": "none",
+        "fast_math": True,
+        "order": "choices",
+    },
 }
 
 ATTENTION: Mapping[str, Mapping[str, Any]] = {

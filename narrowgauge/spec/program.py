@@ -20,75 +20,76 @@ from narrowgauge.spec.recipes import find_recipe
 T = TypeVar("T")
 
 Axes = tuple[str, ...]
-"""Names of the sizes of a tensor; "1" is an axis of one element, which repeats along the axis of another operand."""
+"""Names of the sizes of a tensor; "1" is an axis of a single element, repeated along the axis of the second operand."""
 
 
 QUANTIZE = "quantize"
-"""The step that gives codes and scales, with the option `recipe`. A second operand is a given scale or, with the option
-`statistics`, a matrix whose amaxes give the scales; with the option `random` the last operand has the random bits."""
+"""The step of codes and scales, with the option `recipe`. A second operand is a given scale or, with the option
+`statistics`, a matrix with the amaxes of the scales; with the option `random` the last operand has the random bits."""
 
 
 DEQUANTIZE, DECODE, FACTOR, GEMM = BEHIND = ("dequantize", "decode", "factor", "gemm")
-"""The steps behind a quantization: its values, its elements times the scales of their blocks, its factor beside these
-scales, and products of matrices."""
+"""The steps behind a quantization: its values, its elements times the scales of their blocks, the factor of its tensor
+or rows, and products of matrices."""
 CODES = "codes"
-"""The step that gives a quantized argument, and its kind of dtype. It has the options `name` and `recipe`."""
+"""The step of a quantized argument, and its kind of dtype. Options: `name` and `recipe`."""
 PROMOTIONS = ("sum-first", "scales-first")
 """How a product multiplies the sums of blocks by their float32 scales."""
 TAKE = "take"
-"""The step that gives the rows of an argument that an index names."""
+"""The step of the rows of an argument, selected by an index."""
 SEGMENTS, HEADS, SCORES, WEIGHTED, OF_TOKENS = SEQUENCES = ("segments", "heads", "scores", "weighted", "of_tokens")
 """The steps of sequences: the request of each row of a batch, or the place of the row in its request (option `part`);
 the head of the tokens that each head of the rows has; the products of each row with the tokens of its request; the sums
 of the tokens of its request with weights; and a number of each of these tokens and their heads. With the option `to` an
 index is another one, in no contract."""
 CHOSEN, ACCUMULATED, OF_EXPERT, ROWS_OF_CHOICES = ROUTED = ("chosen", "accumulated", "of_expert", "rows_of_choices")
-"""The steps of mixtures of experts: the row of a matrix that each choice of a token names, the sum over the choices of
-a token that name a row, the columns of the expert that each choice names, and the choices of all tokens as rows."""
+"""The steps of mixtures of experts: the rows of a matrix by the choices of tokens, the sum over the choices of a token
+with a row, the columns of the experts of the choices, and the choices of all tokens as rows."""
 EXPERTS = "experts"
-"""The axis of the experts, whose matrices lie one behind another in an argument with the rows experts·N."""
+"""The axis of the experts; an argument with the rows experts·N has their matrices in sequence."""
 LAYOUTS_OF_PARTS = ("joined", "interleaved", "interleaved-8")
-"""Columns of an expert with two parts, such as gate and up: the parts one behind another, their columns by turns, or
+"""Columns of an expert with two parts, such as gate and up: the parts in sequence, their columns by turns, or
 groups of 8 columns by turns."""
 ORDERS_OF_CHOICES = ("any", "choices")
-"""Orders in which a kernel adds the choices of a token: any, or from the first to the last one."""
+"""Orders of a kernel's sum over the choices of a token: any, or from the first to the last choice."""
 PLACES = "places"
-"""The step that gives 0, 1, … along the last axis of a tensor."""
+"""The step of the numbers 0, 1, … along the last axis of a tensor."""
 WEIGHTS, RESCALED = "weights", "rescaled"
-"""The steps that round the weights of a softmax to the dtype of the second product, under any maximum that a kernel may
-have seen, and that rescale them when the maximum grows or splits are merged."""
+"""Two steps of a softmax: its weights are rounded to the dtype of the second product, under any running maximum of a
+kernel; its weights are rescaled if the maximum grows or splits are merged."""
 WEIGHT_DTYPES = ("any", "float32", "bfloat16", "float16", "e4m3", "e5m2")
 """Dtypes of the weights of a second product. E4M3 codes are of 2⁸·p, E5M2 codes of 2⁷·p."""
 TILE = 16
-"""Keys of the smallest tile, whose first key is a multiple of it: a running maximum is that of whole tiles."""
+"""Keys of the smallest tile; the first key is a multiple of this number. A running maximum is taken over whole
+tiles."""
 SQUEEZED, UNSQUEEZED = "squeezed", "unsqueezed"
-"""The steps that leave out and that add a last axis of one element."""
+"""The steps that remove and add a last axis of a single element."""
 COLUMNS = "columns"
-"""The step that gives the columns of a tensor in another order, with the option `order`."""
+"""The step of reordered columns of a tensor, with the option `order`."""
 COLUMN_ORDERS = ("exchanged", "even-odd", "interleaved", "rotated", "rotated-pairs", "repeated", "repeated-pairs")
-"""Orders of columns x: the halves exchanged; the even columns before the odd ones, and the inverse; for the halves
-(a, b) of a row, or for each pair of neighbours, (−b, a); and each column twice, as (x, x) or beside itself."""
+"""Orders of columns x: the halves exchanged; the even columns before the odd ones, and the inverse; for the halves (a,
+b) of a row, or for a pair of neighbours, (−b, a); and every column twice, as (x, x) or in sequence."""
 TRANSPOSED = "transposed"
-"""The step that gives a matrix with rows and columns exchanged."""
+"""The step of a matrix with rows and columns exchanged."""
 JOINED = "joined"
-"""The step that joins two matrices along the last axis: they are its halves."""
+"""The step that joins two matrices, the halves of the result, along the last axis."""
 ROTATED = "rotated"
 """The step that rotates groups of the last axis, with the options `group` and `signs` of a Hadamard transform."""
 HALF = "half"
-"""The step that gives the keys or the values of a cache, with the options `name`, `half` and `recipe`, and its kind of
+"""The step of the keys or the values of a cache, with the options `name`, `half` and `recipe`, and its kind of
 dtype."""
 WRITTEN = "written"
-"""The step that gives a half of a cache in which rows lie in the slots of an index: a quantization, the half, and the
-index. Other rows keep their bytes."""
+"""The step of a half of a cache with rows written to the slots of an index: operands are a quantization, the half, and
+the index. All further rows keep their bytes."""
 READ = "read"
-"""The step that gives the rows in the slots of an index: a half of a cache, and the index. It is a quantized matrix,
-with the option `recipe`; a last operand is a given scale."""
+"""The step of the rows in the slots of an index: operands are a half of a cache, the index, and a given scale if any.
+The result is a quantized matrix, with the option `recipe`."""
 SLOTS = "slots"
-"""The step that gives the slots of the tokens of all requests: page numbers of each request, and lengths."""
+"""The step of the slots of the tokens of all requests: operands are the page numbers per request, and lengths."""
 OF_HEADS = "of_heads"
-"""The step that gives the scale of each row: those of the heads, or one of all rows."""
+"""The step of a scale per row: from a scale per head, or from a single scale."""
 RENUMBERED = "renumbered"
-"""The step that gives other slots than the right ones, with the option `to`. No contract has it."""
+"""The step of wrong slots, with the option `to`, in no contract."""
 INDEX = "int64"
 """Dtype of an index."""
 BITS = "int32"
@@ -97,24 +98,24 @@ INTEGERS = (INDEX, BITS)
 DIVISIONS = ("quotient", "reciprocal", "approximate")
 """The forms of a division."""
 ONCE = "once"
-"""The step that declares a number of each row, which a kernel computes once and uses for the whole row."""
+"""The step that declares a number per row, computed once by a kernel and used for the whole row."""
 
 
 PAGE_LAYOUT = "page_layout"
-"""The reserved option of a contract: the order in memory of a cache, which the cache tells a kernel."""
+"""The reserved option of a contract: the order in memory of a cache, told to a kernel by the cache."""
 RANKS = "ranks"
-"""The reserved option of a contract: the number of processes of a group, each with matrices of its own."""
+"""The reserved option of a contract: the number of processes of a group with their own matrices."""
 OWN_STRIPE = "own_stripe"
-"""The reserved result of a contract of a group: rows that the rank itself reduces. They are stripe r of the result
-`output` on rank r, or all that rank r returns if there is no other result."""
+"""The reserved result of a contract of a group: rows reduced by the rank itself: stripe r of the result `output` on
+rank r, or the only result of rank r."""
 SUBNORMALS = "subnormals"
-"""The reserved option of a contract: what its kernels do with subnormal numbers of float32."""
+"""The reserved option of a contract: treatment of subnormal numbers of float32 in its kernels."""
 KEPT, FLUSHED = SUBNORMALS_CHOICES = ("kept", "flushed")
 """Values of the option `subnormals`."""
 
 
 HIDDEN, PER_ELEMENT = "hidden", "per-element"
-"""What a backend declares whose elements of a row may have hidden numbers of their own: it has no scopes."""
+"""The declaration of a backend with a hidden number per element in place of a number per row: no scopes are judged."""
 
 
 class ContractError(ValueError):
@@ -127,19 +128,20 @@ def request_key(request: Mapping[str, Any]) -> str:
 
 
 def rank_name(name: str, rank: int) -> str:
-    """Name of the matrix that a rank has for an argument of a group."""
+    """Name of a rank's matrix for an argument of a group."""
     return f"{name}.{rank}"
 
 
 def stripe(rows: int, ranks: int, rank: int) -> slice:
-    """The rows that a rank reduces: ⌈rows/ranks⌉ each, in order; the last stripes may be shorter, or empty."""
+    """The rows reduced by a rank: ⌈rows/ranks⌉ rows, in order of the ranks; the last stripes may be shorter, or
+    empty."""
     height = -(-rows // ranks)
     return slice(min(rows, rank * height), min(rows, (rank + 1) * height))
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that a contract takes."""
+    """A tensor argument of a contract."""
 
     name: str
     kind: str
@@ -150,12 +152,12 @@ class Tensor:
 
     @property
     def of_codes(self) -> str:
-        """Name of the quantized argument that this tensor is a part of; empty for other tensors."""
+        """Name of the quantized argument with this tensor as a part; else empty."""
         return self.name.partition(".")[0] if self.kind == "Codes" else ""
 
     @property
     def of_cache(self) -> str:
-        """Name of the cache that this tensor is a part of; empty for other tensors."""
+        """Name of the cache with this tensor as a part; else empty."""
         return self.name.partition(".")[0] if self.kind == "Cache" else ""
 
 
@@ -214,7 +216,7 @@ class Step:
 
     @property
     def across_rows(self) -> bool:
-        """Whether it reduces the first axis, so that rows cannot be judged alone."""
+        """Whether the step reduces the first axis: rows cannot be judged alone."""
         return self.options.get("axis") == 0
 
     @property
@@ -235,14 +237,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of a contract for one set of dtypes and keyword arguments, in an order in which they can run."""
+    """The steps of a contract for a set of dtypes and keyword arguments; operands come before their users."""
 
     name: str
     file: str
     arguments: tuple[Tensor, ...]
     steps: tuple[Step, ...]
     outputs: Mapping[str, int]
-    """Numbers of the steps with the results, in the order in which a kernel returns them."""
+    """Numbers of the steps with the results, in the order of a kernel's results."""
     subnormals: str = KEPT
     """"flushed": each step may take a subnormal operand or give a subnormal result as a zero of its sign."""
     hidden: str = ""
@@ -255,7 +257,7 @@ class Program:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of everything that decides a verdict: neither the file nor the lines."""
+        """SHA-256 of all data behind a verdict: neither the file nor the lines."""
         steps = [[step.function, step.operands, step.options, step.axes, step.dtype] for step in self.steps]
         data = [self.name, [asdict(argument) for argument in self.arguments], steps, list(self.outputs.items())]
         if self.flushes:  # a contract that keeps subnormals has the digest of earlier versions
@@ -265,7 +267,7 @@ class Program:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def cone(self, *numbers: int) -> set[int]:
-        """Numbers of the steps from which some steps are computed, and of these."""
+        """Numbers of the given steps, and of all steps with an influence on their results."""
         found, waiting = set[int](), list(numbers)
         while waiting:
             number = waiting.pop()
@@ -276,7 +278,7 @@ class Program:
 
     @property
     def used(self) -> set[str]:
-        """Names of the arguments that the results are computed from."""
+        """Names of the arguments with an influence on the results."""
         steps = (self.steps[number] for number in self.cone(*self.outputs.values()))
         return {str(step.options["name"]) for step in steps if "name" in step.options}
 
@@ -293,7 +295,7 @@ class Program:
 
     @property
     def tables(self) -> dict[str, str]:
-        """The axis whose elements each index names, by the name of the index."""
+        """The axis of the elements selected by an index, by the name of the index."""
         found = {}
         for step in self.steps:
             if step.function in (TAKE, CHOSEN, OF_EXPERT):
@@ -306,12 +308,12 @@ class Program:
         return found
 
     def scale_of(self, step: Step, tensors: Mapping[str, T]) -> T | None:
-        """The scale among the tensors that a quantization is given; None of a quantization that makes its own."""
+        """The given scale of a quantization among the tensors; None of a quantization with scales of its own."""
         given = step.operands[1:] and not step.options.get("statistics") and step.random is None
         return tensors[self.steps[step.operands[1]].options["name"]] if given else None
 
     def sizes(self, tensors: Mapping[str, Any]) -> dict[str, int]:
-        """The sizes of the axes of the arguments, those of a product of axes apart from each other."""
+        """The sizes of the axes of the arguments; of a product of axes, the sizes of its factors."""
         found = {"1": 1}
         for argument in self.arguments:
             found |= dict(zip(argument.axes, tensors[argument.name].shape, strict=True))

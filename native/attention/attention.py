@@ -24,7 +24,7 @@ _WARPS, _BLOCK_HEADS = 2, (4, 2, 1)
 _RESIDENT = {("CACHE_FP8", 1): 8, ("CACHE_FP8", 2): 6, ("CACHE_NVFP4", 1): 8, ("CACHE_NVFP4", 2): 4}
 """Heads of the cache that a multiprocessor has registers for at once, by the format and the tiles of 8 rows."""
 _SHARED_MEMORY, _RESERVED = 228 * 1024, 1024
-"""Bytes of a multiprocessor of Hopper, and of each block that the driver takes."""
+"""Bytes of a multiprocessor of Hopper, and bytes of a block taken by the driver."""
 _ROW_TILE, _MOST_ROW_TILES, _TILE_KEYS, _STAGES = 8, 2, 32, 2
 _KEYS, _THREADS = _TILE_KEYS * _WARPS, 32 * _WARPS
 _CHUNK, _MOST_CHUNKS, _PAGE, _ALIGNMENT = 64, 4, 16, 16
@@ -56,7 +56,7 @@ def attention(
     pages[b]. causal: the last row of a request sees all its tokens, and each row before it one token less. window: a
     row sees so many of its last tokens; 0: all. softcap: logits s are softcap · tanh(s / softcap); 0: they stay.
     Returns (queries, q_heads, v_dim) of the dtype of `q`, and (queries, q_heads) float32, ln of the sum of
-    exponentials. Raises TypeError for another dtype, NotImplementedError for a recipe that the kernels do not read,
+    exponentials. Raises TypeError for a wrong dtype, NotImplementedError for a recipe without a kernel,
     ToolchainError if kernels cannot be compiled.
     """
     options = Options(window=window, softcap=softcap)
@@ -95,7 +95,7 @@ class Options:
     """Further options of `attend`."""
 
     window: int = 0
-    """Keys that a row sees, at most; 0: all."""
+    """Largest number of keys of a row; 0: all."""
     softcap: float = 0.0
     """0: none."""
     sinks: torch.Tensor | None = None
@@ -104,7 +104,8 @@ class Options:
     out_scale: torch.Tensor | None = None
     """(1,) float32. With it, the result is codes of E4M3 of the result over this scale."""
     splits: int | None = None
-    """Parts of the keys of a request that thread blocks take, at most. None: by the number of thread blocks."""
+    """Largest number of parts of the keys of a request, a thread block per part. None: by the number of thread
+    blocks."""
     path: PathName | None = None
     """None: on a GPU "prefill" for many rows of a request and "decode" for few, if these kernels read the cache."""
     weights: Literal["input", "e4m3"] = "input"
@@ -120,7 +121,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`attention` of pages that `starts`, int32 (requests + 1,), divides rows of `q` for; None: equally many rows.
 
-    Raises ValueError for options that the path does not have.
+    Raises ValueError for options unknown to the path.
     """
     q = q if q.stride(-1) == 1 else q.contiguous()
     tokens, all_heads, _ = q.shape
@@ -285,7 +286,7 @@ def _path_of(q: torch.Tensor, k: Pages, v: Pages, pages: torch.Tensor) -> PathNa
 
 
 def _check(options: Options, path: PathName, k: Pages, v: Pages) -> None:
-    """Raises ValueError for a cache that a path does not read, and for options that it does not have."""
+    """Raises ValueError for a cache and for options not supported by the path."""
     if not takes(k, v, path):
         raise ValueError(
             f"the path {path!r} does not read a {k.format} with heads of {k.dim} and {v.dim} elements on "
@@ -310,7 +311,7 @@ def merge_attention(
     """The attention over two sets of keys from that over each, (queries, q_heads, v_dim), and their log-sum-exps.
 
     `base` of these: "e" or "2". A log-sum-exp of +∞ counts as −∞: no key. Raises TypeError or ValueError for tensors of
-    another dtype or shape.
+    a wrong dtype or shape.
     """
     check_tensor(o_a, "o_a", (torch.bfloat16, torch.float16), tuple(o_a.shape))
     check_tensor(o_b, "o_b", (o_a.dtype,), tuple(o_a.shape))
@@ -359,12 +360,12 @@ def _has_scale_words(part: Pages) -> bool:
 
 
 def _resident(k: Pages, v: Pages, row_tiles: int) -> int:
-    """Heads of the cache that a multiprocessor has registers for at once."""
+    """Heads of the cache within the registers of a multiprocessor."""
     return 2 if max(k.dim, v.dim) > 128 else _RESIDENT[k.format, row_tiles]
 
 
 def _blocks(heads: int, shared_bytes: int, most: int) -> tuple[int, int]:
-    """Heads of the cache that share a block, and blocks that a multiprocessor has at once: two or more, for as many
+    """Heads of the cache per block, and blocks of a multiprocessor at once: two or more, for as many
     heads as possible. `shared_bytes`: of a head. On an H200, 16 heads of q for a head of an NVFP4 cache take 165 µs
     with two blocks of two heads, and 241 µs with a block of four."""
 

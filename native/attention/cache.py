@@ -72,8 +72,8 @@ def kv_write(
 ) -> Cache:  # fmt: skip
     """Quantizes keys and values (tokens, heads, columns), stores them in the slots of a cache, and returns the cache.
 
-    `slots`: int64 (tokens,), page · (tokens of a page) + offset; a token of a negative slot is not stored. A recipe
-    of INT8, or whose scale is given, of E4M3, takes one launch; every other one quantizes first. Raises TypeError or
+    `slots`: int64 (tokens,), page · (tokens of a page) + offset; a token of a negative slot is not stored. A recipe of
+    INT8, or of E4M3 with a given scale, takes a single launch; all further recipes quantize first. Raises TypeError or
     ValueError for tensors of another dtype or shape, NotImplementedError as `native.quantize`, ToolchainError if
     kernels cannot be compiled.
     """
@@ -136,7 +136,7 @@ def kv_read(
 
 
 _Rows = tuple[torch.Tensor, torch.Tensor | None, Pages]
-"""Rows (tokens, heads, columns), their scale, and where they go."""
+"""Rows (tokens, heads, columns), their scale, and their slots."""
 
 
 def _launch_write(kernel: str, parts: Mapping[str, _Rows], slots: torch.Tensor, recipe: Recipe) -> None:

@@ -19,8 +19,8 @@ def moe(
 ) -> torch.Tensor:
     """Σ of the choices of each token: w2·quantize(silu(gate)·up), gate and up the halves of w13·quantize(x).
 
-    `x`: (T, K) in 16 bits. `w13`: (experts·2F, K), `w2`: (experts·K, F), the matrices of all experts one behind
-    another, with rows in whole blocks and one amax. `expert_ids`: int32 or int64 (T, k), negative of no choice;
+    `x`: (T, K) in 16 bits. `w13`: (experts·2F, K), `w2`: (experts·K, F), the matrices of all experts in sequence, with
+    rows in whole blocks and a single amax. `expert_ids`: int32 or int64 (T, k), negative of no choice;
     `weights`: float32 (T, k). Returns (T, K) in the dtype of x. Raises as `gemm_contiguous`.
     """
     experts, choices = w2.shape[0] // max(1, x.shape[1]), expert_ids.shape[1]
@@ -47,7 +47,7 @@ def _with_amaxes(q: Quantized, experts: int) -> Quantized:
 
 
 def _matrices(q: Quantized, experts: int) -> list[Quantized]:
-    """The matrices of experts that lie one behind another."""
+    """The matrices of experts in sequence."""
     codes, scales = (part.view(experts, -1, part.shape[1]) for part in (q.codes, q.scales))
     amax = None if q.amax is None else q.amax.expand(experts, 1)
     shape = experts, q.shape[0] // experts, q.shape[1]

@@ -27,7 +27,7 @@ def gemm_masked(
     """The first masked_m[g] rows of each matrix of `a` (G, most, K) times b[g] (N, K): (G, most, N).
 
     `masked_m`: int32 or int64 (G,). `expected_m`: rows of an expert on average, which decide between kernels. Other
-    rows of the result are not written. A row of `a` has its scales, or an expert has one. Raises as
+    rows of the result are not written. `a` has scales of rows, or a scale per expert. Raises as
     `native.gemm.gemm.gemm_grouped`, and NotImplementedError for scales of tiles.
     """
     count, most, k = a.shape

@@ -1,1 +1,1 @@
-"""Kernels that make a matrix row by row and quantize it: norms, activations, rotary embedding."""
+"""Kernels that make and quantize a matrix row by row: norms, activations, rotary embedding."""

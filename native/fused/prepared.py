@@ -1,4 +1,4 @@
-"""Launches that are prepared once for operands of a form: a further call fills in the addresses alone."""
+"""Launches prepared once for operands of a form: a further call fills in the addresses alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.scale_layouts import ScaleLayout
 
 _MOST = 4096
-"""Forms that are kept; then all are dropped, so that a program with ever new shapes does not grow."""
+"""Largest number of kept forms; then all are dropped: a program with ever new shapes does not grow."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch whose parameters are one struct."""
+    """A launch with a single struct of parameters."""
 
     source: str
     kernel: str
@@ -29,14 +29,14 @@ class Launch:
     flags: tuple[str, ...]
     packer: struct.Struct
     constants: list[bytes | int]
-    """Bytes of the struct between its addresses, and 0 for each address, in turn."""
+    """Bytes of the struct between its addresses, and 0 for an address, in turn."""
     places: list[int]
     """Number of the tensor of each address."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The calls of a fused kernel that quantizes, for operands of one form."""
+    """The calls of a fused kernel with quantization, for operands of the same form."""
 
     recipe: Recipe
     shape: tuple[int, int]
@@ -46,11 +46,11 @@ class Prepared:
     scales: tuple[int, ...]
     stored: torch.dtype
     padded: bool
-    """Whether the scales have padding, which no thread writes."""
+    """Whether the scales have padding, not written by any thread."""
     encodes: bool
     """Whether the kernel stores a factor of the tensor."""
     amax: int | None
-    """Number of the operand that is the amax; None: the kernel makes the amax, if there is one."""
+    """Number of the amax among the operands; None: the kernel makes the amax, if the recipe has an amax."""
     launches: Sequence[Launch] = ()
 
     def outputs(self) -> list[torch.Tensor]:
@@ -102,8 +102,8 @@ def keep(form: object, prepared: Prepared) -> None:
 
 
 def addresses_of(tensors: Sequence[torch.Tensor | None]) -> dict[int, int] | None:
-    """Address of each tensor to its number; None if two tensors share an address, or a tensor is empty: then another
-    call of the same form may have other addresses in their places."""
+    """Addresses of the tensors to their numbers; None if two tensors share an address, or a tensor is empty: a later
+    call of the same form may then have different addresses in their places."""
     found = {t.data_ptr(): number for number, t in enumerate(tensors) if t is not None}
     whole = all(t is None or t.numel() > 0 for t in tensors)
     return found if whole and len(found) == sum(t is not None for t in tensors) else None
@@ -113,7 +113,7 @@ def template(
     kind: KernelStruct, value: StructValue, addresses: dict[int, int]
 ) -> tuple[struct.Struct, list[bytes | int], list[int]] | None:
     """The packer, constants and places of `Launch` for the parameters of a launch. None if a field is the address of a
-    tensor that is not among `addresses`, such as a contiguous copy of an operand."""
+    tensor not among `addresses`, for example of a contiguous copy of an operand."""
     fields = [field.data_ptr() if isinstance(field, torch.Tensor) else field or 0 for field in value.fields]
     packed, places, letters = value.layout.pack(*fields), [], "="
     constants: list[bytes | int] = []

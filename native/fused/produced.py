@@ -119,8 +119,8 @@ def pass_over_rows(
     y: torch.Tensor | None = None,
     sums: torch.Tensor | None = None,
 ) -> None:
-    """Fill what is wanted: `numbers` of the rows, float32 (M,) or (M, 1); `y` (M, K), the gradient of the dtype of x;
-    `sums` (K,), any dtype of INPUT_DTYPES, of the terms of a gradient over the rows (fused/produced_rows.cu).
+    """Fill the wanted results: `numbers` of the rows, float32 (M,) or (M, 1); `y` (M, K), the gradient of the dtype of
+    x; `sums` (K,), any dtype of INPUT_DTYPES, of the terms of a gradient over the rows (fused/produced_rows.cu).
 
     Raises NotImplementedError for rows that are longer than the registers of a thread block hold.
     """
@@ -157,7 +157,7 @@ def quantize_produced(
     scales: ScaleLayout = LINEAR,
 ) -> tuple[Quantized | None, Quantized | None]:
     """`native.ops.quantize`, or with the half COLUMN `native.ops.quantize_both`, of the matrix, made twice if the
-    recipe has an amax of the tensor. A recipe with a transform rotates the rows of a matrix that is quantized in one
+    recipe has an amax of the tensor. A recipe with a transform rotates the rows of a matrix quantized in a single
     orientation, and else the transpose alone.
 
     `random`: words of random bits of each half, int32 (M, ⌈K/4⌉) and (K, ⌈M/4⌉). Raises as `quantize_both`, and

@@ -1,4 +1,4 @@
-"""The end of kernels that make a matrix row by row and quantize it: outputs, launches, and their recipes."""
+"""The end of kernels that make and quantize a matrix row by row: outputs, launches, and their recipes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _BLOCKS = {
     E8M0: ((1, 32),),
     FP32: (*((1, _CHUNK << n) for n in range(6)), (1, WHOLE), (WHOLE, WHOLE)),  # up to 512, those of a warp
 }
-"""Format of the scale to the blocks of elements that share one: groups of lanes, a row, the tensor."""
+"""Format of the scale to the block of elements of a scale: groups of lanes, a row, the tensor."""
 _FAMILIES = {E4M3: "NVFP4", E8M0: "MX", FP32: "FP8"}
 _GIVEN = {
     "block_scale": ("1/enc", "given"), "element_scale": ("x*enc", "x*(1/s)"), "zero_scale": ("saturate", "infinity"),
     "nan_code": (127, E4M3.max_code, E5M2.max_code),
 }  # fmt: skip
-"""Choices of recipes whose scale is given: that of elements, or of codes, and a code for NaN."""
+"""Choices of recipes with a given scale: that of elements, or of codes, and a code for NaN."""
 _THREADS, _WARP = 256, 32
 LONGEST_ROW = 2**16
 """Columns of a row, at most: the threads of a block hold them in registers."""

@@ -32,9 +32,9 @@ _TOKENS = (64, 128)
 _SHARED_BYTES, _SECTIONS_SHARED_BYTES = 194 * 1024, 214 * 1024
 """sizeof(FusedShared) and of SectionsShared, plus their alignment to 1024 bytes."""
 _PACKING_BLOCKS = 8
-"""Blocks of a multiprocessor that dequantize sections of a: each finds its first section by a scan."""
+"""Blocks of a multiprocessor that dequantize sections of a: a block finds its first section by a scan."""
 RUNS = {"nvfp4": 256, "mx": 512}
-"""Family to the columns of a run, which has 16 bytes of scales: a slice of K has a multiple of them."""
+"""Family to the columns of a run, which has 16 bytes of scales: a slice of K has a multiple of these columns."""
 _LARGEST = 2**31 - _ROWS
 """Largest extent: coordinates of a box of a tensor map are 32-bit integers."""
 
@@ -69,7 +69,7 @@ def slices_of(m: int, n: int, k: int, family: str, multiprocessors: int) -> tupl
 
 
 def _starts(k: int, family: str, blocks: int) -> tuple[int, ...]:
-    """First columns of the slices of K of `blocks` blocks of threads; none if K has too few runs.
+    """First columns of the slices of K of `blocks` blocks of threads; no slice if K has too few runs.
 
     All slices but the last have equally many columns, and the last has no more."""
     runs = k // RUNS[family]

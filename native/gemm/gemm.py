@@ -1,4 +1,4 @@
-"""GEMM of quantized operands, and grouped GEMM of sections with a matrix each."""
+"""GEMM of quantized operands, and grouped GEMM of sections with their own matrices."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Rows(NamedTuple):
     starts: torch.Tensor | None
     """First row of each section, int64 (G,); None: sections lie one behind another."""
     expected: int
-    """Rows of all sections together, as far as they are known: they decide between kernels."""
+    """Rows of all sections together, if known: the number decides between kernels."""
 
 
 def check_matrices(a: Recipe, k: int, b: Sequence[Quantized]) -> None:

@@ -26,7 +26,7 @@ FLOAT32_FRACTION = 23
 def factor_bounds(
     left: Factors, right: Factors, total: torch.Tensor, fraction: int, width: int, *, joined: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(error, exact, overflow) of the sums (M, N) of the products of `left` (M, K) and `right` (N, K).
+    """(error, exact, overflow) of the sums (…, M, N) of the products of `left` (…, M, K) and `right` (…, N, K).
 
     `total`: the float64 sums, with infinities and NaN, whose error is 0. `fraction`, `width`: fraction bits F of an
     accumulator and products L of a step. `joined`: whether float32 sums of steps are added besides. exact, bool: every
@@ -41,16 +41,16 @@ def factor_bounds(
     (n − 1)·u·P, is less for F ≤ 24. If no term and no sum can lose a bit, the sum is exact.
     """
     x, w = left.values, right.values
-    columns = x.shape[1]
-    size = x.abs() @ w.abs().T
+    columns = x.shape[-1]
+    size = x.abs() @ w.abs().mT
     finite = total.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     part = (size + finite.abs()) / 2
     # A subnormal factor has the exponent of the smallest normal number, which may exceed its magnitude.
     reach = torch.maximum(x.abs(), left.powers), torch.maximum(w.abs(), right.powers)
     normal = torch.equal(reach[0], x.abs()) and torch.equal(reach[1], w.abs())
-    largest = part if normal else torch.maximum(part, reach[0] @ reach[1].T)
-    n = (x != 0).double() @ (w != 0).double().T
-    quantum = torch.outer(lowest_bit(x), lowest_bit(w))
+    largest = part if normal else torch.maximum(part, reach[0] @ reach[1].mT)
+    n = (x != 0).double() @ (w != 0).double().mT
+    quantum = lowest_bit(x).unsqueeze(-1) * lowest_bit(w).unsqueeze(-2)
     fits = (quantum >= SMALLEST_SUBNORMAL) | (size == 0)
     exact = (largest <= 2.0 ** min(fraction, ACCUMULATOR_BITS) * quantum) & (part <= FLT_MAX) & fits
     exact |= (n <= 1) & (finite.float() == finite) & (part <= FLT_MAX)

@@ -1,1 +1,1 @@
-"""Evaluation of contracts: the interval of every number that a correct kernel may hold."""
+"""Evaluation of contracts: an interval around every number of a correct kernel."""

@@ -1,7 +1,7 @@
-"""The results that correct kernels may give for a tensor: a least and a greatest number or code for each element.
+"""Accepted results of correct kernels for a tensor: a least and a greatest number or code of every element.
 
-Codes are ordered by their values: −0 lies below 0. A dtype and a format have the same order, so one rule judges floats,
-FP8 codes, 4-bit codes and scales.
+Codes are ordered by their values: −0 lies below 0. A dtype and a format have the same order: a single rule judges
+floats, FP8 codes, 4-bit codes and scales.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ its interval is wider than this part of the largest magnitude of its row."""
 
 @dataclass(frozen=True)
 class Ends:
-    """The least and the greatest number of each element in a dtype, float32 ends rounded outward."""
+    """The least and the greatest number of every element in a dtype, float32 ends rounded outward."""
 
     low: torch.Tensor
     high: torch.Tensor
     """The same object as `low` if all ends are equal."""
     nan: torch.Tensor | None = None
-    """Where a number may be NaN. None: nowhere."""
+    """Bool: the number may be NaN. None: no number may."""
     places: torch.Tensor | None = None
-    """The elements of `uncertain`, if they are known."""
+    """The elements of `uncertain`, if known."""
 
     @property
     def point(self) -> bool:
@@ -44,12 +44,12 @@ class Ends:
 
     @property
     def never(self) -> torch.Tensor:
-        """Where no number is possible but NaN: the ends are NaN there."""
+        """Bool: only NaN is possible, and both ends are NaN."""
         return self.low.isnan()
 
     @cached_property
     def uncertain(self) -> torch.Tensor | None:
-        """Numbers of the elements that have two ends or may be NaN, int64, in order. None: no element."""
+        """Numbers of the elements with two ends or a possible NaN, int64, in order. None: no element."""
         if self.point and self.nan is None:
             return None
         if self.places is not None:
@@ -59,7 +59,7 @@ class Ends:
         return (found if self.nan is None else found | self.nan).flatten().nonzero()[:, 0]
 
     def with_elements(self, places: torch.Tensor, elements: Ends) -> Ends:
-        """The ends with those of `elements` (N,) at `places`: numbers of elements, int64, in order. `low` changes."""
+        """The ends, replaced by `elements` (N,) at `places`: numbers of elements, int64, in order. `low` changes."""
         apart = different(elements.low, elements.high, None)
         low, high, nan = self.low, self.high, self.nan
         if not self.point or bool(apart.any()):
@@ -73,13 +73,13 @@ class Ends:
         return Ends(low, high, nan, places[apart] if self.point and self.nan is None else None)
 
     def rows(self, some: torch.Tensor) -> Ends:
-        """The ends of some rows, by their numbers."""
+        """The ends of the rows with these numbers."""
         low = self.low[some]
         return Ends(low, low if self.point else self.high[some], None if self.nan is None else self.nan[some])
 
     @staticmethod
     def of(x: Interval, dtype: torch.dtype) -> Ends:
-        """The ends of an interval of numbers that the kernel holds in `dtype`."""
+        """The ends of an interval of numbers held by the kernel in `dtype`."""
         if x.point:
             low = high = nearest(x.low, dtype, is_float32=True)
         elif dtype == torch.float32:
@@ -104,25 +104,28 @@ class Ends:
 
 @dataclass(frozen=True)
 class Part:
-    """A result of a kernel, and what correct kernels give. All tensors have one shape, with a code in each element."""
+    """A result of a kernel, and the results of correct kernels. All tensors have the same shape, a code per element."""
 
     actual: torch.Tensor
     lower: torch.Tensor
     """The least accepted number or code, in the dtype of the result."""
     upper: torch.Tensor
-    """The greatest one; the same object as `lower` if all are determined."""
+    """The greatest accepted number or code; the same object as `lower` if all elements are determined."""
     wrong: torch.Tensor
-    """Bool: where the result is not accepted."""
+    """Bool: the result is not accepted."""
     determined: int
-    """Elements for which all correct kernels give one code."""
+    """Number of elements with a single code in all correct kernels."""
     undetermined: int
-    """Elements for which so many codes are accepted that nothing was judged."""
+    """Number of elements with too many accepted codes for a judgement."""
     fmt: Format | None = None
     """Format of the codes; None for floats."""
     again: Callable[[torch.Tensor, Ends], Part] | None = None
-    """Judges elements with other ends (N,), by their numbers, int64."""
+    """Judges the elements with these numbers, int64 (N,), by given ends (N,)."""
+    masks: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Which elements are determined, and which are undetermined, if they were asked for and are not all determined."""
     place: Callable[[int, int], Mapping[str, int]] | None = None
-    """Where an element (row, column) lies in the result of the kernel, by the names of its axes; None: there."""
+    """Indices of an element (row, column) in the result of the kernel, by the names of its axes; None: (row,
+    column)."""
 
     @staticmethod
     def joined(parts: Sequence[PartT]) -> PartT:
@@ -146,11 +149,13 @@ def judge_range(
     fmt: Format | None = None,
     *,
     decoded: Format | None = None,
+    masks: bool = False,
 ) -> Part:
-    """The part of a result that has to lie between two numbers or codes of its dtype.
+    """The part of a result with accepted values between two numbers or codes of its dtype.
 
-    `nan`: where NaN is accepted beside them; ends that are NaN accept NaN alone. NaN equals every NaN. `decoded`: the
-    format of the codes that a float is a multiple of: the float is determined as far as its code is.
+    `nan`, bool: NaN is accepted beside the numbers; NaN ends accept NaN alone. NaN equals every NaN. `decoded`: the
+    format of the codes, if a float is a multiple of a code: the float is determined as far as its code is. `masks`: the
+    part has masks.
     """
     differs = different(actual, lower, fmt)
     if upper is lower and nan is None:
@@ -165,7 +170,7 @@ def judge_range(
     determined = torch.where(allowed, empty, low == high)
     if actual.is_floating_point():
         most = torch.fmax(lower.abs(), upper.abs()).nan_to_num(0.0, 0.0)
-        whole = most.dim() < 2 or most.shape[-1] == 1  # one number for a row: beside the other rows
+        whole = most.dim() < 2 or most.shape[-1] == 1  # a single number per row: compared with the remaining rows
         row = most.amax() if whole and most.numel() else most.amax(-1, keepdim=True) if most.numel() else most
         undetermined = ~((upper.double() - lower.double()) * _MANY <= row) & (lower != upper)
         if decoded is not None:
@@ -176,16 +181,17 @@ def judge_range(
         assert fmt is not None
         undetermined = high - low >= _few_codes(fmt)
     undetermined = undetermined & ~empty | (allowed & ~empty)
-    return Part(actual, lower, upper, wrong, int(determined.count_nonzero()), int(undetermined.count_nonzero()), fmt)
+    sure, free = (int(mask.count_nonzero()) for mask in (determined, undetermined))
+    return Part(actual, lower, upper, wrong, sure, free, fmt, masks=(determined, undetermined) if masks else None)
 
 
 def _few_codes(fmt: Format) -> int:
-    """Codes from which an element counts as undetermined."""
+    """Number of codes that makes an element undetermined."""
     return min(_MANY, (1 << fmt.bits) // 4)
 
 
 def different(actual: torch.Tensor, expected: torch.Tensor, fmt: Format | None) -> torch.Tensor:
-    """Where two results differ in a bit; a NaN equals every NaN."""
+    """Bool: two results differ in a bit; a NaN equals every NaN."""
     bits = BITS[actual.dtype]
     one, other = actual.contiguous().view(bits), expected.contiguous().view(bits)
     if torch.equal(one, other):  # a tenth of the time of a mask
@@ -198,14 +204,15 @@ def different(actual: torch.Tensor, expected: torch.Tensor, fmt: Format | None) 
 
 
 def is_nan_of(values: torch.Tensor, fmt: Format | None) -> torch.Tensor:
-    """Where a number or a code is NaN."""
+    """Bool: a number or a code is NaN."""
     if fmt is None or values.is_floating_point():
         return values.isnan()
     return _table(fmt, str(values.device))[1][values.int()]
 
 
 def order_of(values: torch.Tensor, fmt: Format | None) -> torch.Tensor:
-    """Numbers of floats, or of codes (uint8, one in a byte), in the order of the values: int32. NaN has any number."""
+    """Numbers of floats, or of codes (uint8, a code per byte), in the order of the values: int32. NaN has any
+    number."""
     if not values.is_floating_point():
         assert fmt is not None
         return _table(fmt, str(values.device))[0][values.int()]
@@ -215,7 +222,7 @@ def order_of(values: torch.Tensor, fmt: Format | None) -> torch.Tensor:
 
 @cache
 def _table(fmt: Format, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each byte its number in the order of the values, and whether it is NaN."""
+    """Number of every byte in the order of the values; bool: the byte is NaN."""
     sign = fmt.sign_code if fmt.signed else 256
     negative = range(-sign, 0) if fmt.complement else range(-1, -257, -1)
     order = [code if code < sign else negative[(code - sign) % sign] for code in range(256)]

@@ -1,4 +1,4 @@
-"""Casts of intervals: every number rounds to a dtype, from float64 in one rounding."""
+"""Casts of intervals: every number rounds to a dtype, from float64 in a single rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def cast(x: Interval, dtype: str, rounding: str = "nearest") -> Interval:
     """Every number rounded to `dtype`: float32, bfloat16 or float16, nearest even, overflow to infinity.
 
     A kernel may round to float32 before: an interval holds the float32 of each of its numbers. Equal ends become a
-    point. `rounding`: "truncate" rounds toward zero, which no correct kernel does; it explains wrong bytes.
+    point. `rounding`: "truncate" rounds toward zero: no correct kernel, an explanation of wrong bytes.
     """
     target = DTYPES[dtype]
 
@@ -46,7 +46,7 @@ def nearest(x: torch.Tensor, dtype: torch.dtype, *, is_float32: bool = False) ->
         return number.to(dtype)
     word = number.view(torch.int32)
     if dtype == torch.bfloat16:
-        # The two roundings differ from one only if the float32 number is a tie that the number is not.
+        # Two roundings differ from a single rounding only if the float32 number is a tie and the number is not.
         ties = ((word & 0xFFFF) == 0x8000).nonzero(as_tuple=True)
         result = number.to(dtype)
         if ties[0].numel():

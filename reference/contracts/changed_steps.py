@@ -1,4 +1,4 @@
-"""Steps that no contract has and wrong kernels do: functions of intervals, roundings and stored results.
+"""Steps of wrong kernels, in no contract: functions of intervals, roundings and stored results.
 
 The harness puts them in place of a step of a contract to explain wrong bytes.
 """
@@ -29,18 +29,18 @@ def expanded(x: Interval, *others: Interval) -> Interval:
 
 
 def rolled(x: Interval, columns: int) -> Interval:
-    """The number so many columns to the right, in place of each number."""
+    """Every number is replaced by the number this many columns to the right."""
     return x.arranged(lambda t: t.roll(-columns, -1))
 
 
 def amax_of_all(x: Interval) -> Interval:
-    """The largest magnitude of the tensor in place of each number."""
+    """Every number is replaced by the largest magnitude of the tensor."""
     row = sums.amax(x)
     return row.arranged(lambda t: (t.any() if t.dtype == torch.bool else t.amax()).expand(x.shape))
 
 
 def kept(x: Interval, columns: tuple[float, float | None, int], period: int | None = None) -> Interval:
-    """Some columns of every `period` columns, or of all: `some_columns`; 0 in place of the others."""
+    """Some columns of every `period` columns, or of all: `some_columns`; 0 in the remaining columns."""
     size = period or x.shape[-1]
     out = torch.ones(size, dtype=torch.bool, device=x.low.device)
     out[some_columns(columns, size)] = False
@@ -49,7 +49,7 @@ def kept(x: Interval, columns: tuple[float, float | None, int], period: int | No
 
 
 def moved(x: Interval, pairs: Sequence[Sequence[int]]) -> Interval:
-    """Other columns in place of some: pairs (right, other)."""
+    """Wrong columns: pairs (right, wrong)."""
     index = torch.arange(x.shape[-1], device=x.low.device)
     for right, other in pairs:
         index[right] = other
@@ -78,12 +78,12 @@ def divisor(rule: tuple[str, float], size: int) -> int:
 
 
 OtherRow = int | str | Sequence[Any]
-"""Rows in place of the right ones: so many rows below, the "first" row, in reverse order ("reversed"), or pairs (right,
-other) of single rows. Of rows that are a product of axes, such as tokens·heads, (axis, one of these)."""
+"""Wrong rows: a number of rows below, the "first" row, in reverse order ("reversed"), or pairs (right, wrong) of single
+rows. If the rows are a product of axes, for example tokens·heads: (axis, a rule from this list)."""
 
 
 def other_row(x: torch.Tensor, row: OtherRow, shape: Mapping[str, int]) -> torch.Tensor:
-    """The rows of `x` (M, …), each replaced by another. `shape`: the axes whose product M is."""
+    """The rows of `x` (M, …) by a rule for wrong rows. `shape`: the axes whose product M is."""
     of, change = row if isinstance(row, list | tuple) and isinstance(row[0], str) else (next(iter(shape), ""), row)
     sizes = tuple(shape.values()) or (x.shape[0],)
     at = list(shape).index(of) if shape else 0
@@ -162,11 +162,11 @@ OTHER_SCALES: Mapping[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] =
     "in-bfloat16": ("the given scale is rounded to bfloat16", lambda scale: scale.bfloat16().float()),
     "in-float16": ("the given scale is rounded to float16", lambda scale: scale.half().float()),
 }
-"""Sentences and functions of a scale that a kernel is given."""
+"""Sentences and functions of a given scale."""
 VIEWS: Mapping[str, Callable[[Quantized], Quantized]] = {
     "inverse scales": _inverse_scales,
 }
-"""What a kernel would have stored but for a mistake in storing."""
+"""The right result of a kernel with a mistake in storing."""
 
 
 def changed_quantize(options: Mapping[str, Any]) -> tuple[Scaled | None, Callable[[Quantized], Quantized]]:
@@ -176,12 +176,12 @@ def changed_quantize(options: Mapping[str, Any]) -> tuple[Scaled | None, Callabl
 
 
 def _scales(change: Callable[[torch.Tensor, Quantized], torch.Tensor]) -> Callable[[Quantized], Quantized]:
-    """A quantization with other stored scales."""
+    """A quantization with wrong stored scales."""
     return lambda q: replace(q, scales=change(q.scales, q))
 
 
 def _in_blocks(index: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Quantized], Quantized]:
-    """A quantization whose block takes the scale of another block of the row: from its number."""
+    """A quantization with scales of wrong blocks of the row: from its number."""
 
     def change(scales: torch.Tensor, q: Quantized) -> torch.Tensor:
         count = scales.shape[1]
@@ -198,7 +198,7 @@ def _least(scales: torch.Tensor, q: Quantized) -> torch.Tensor:
 
 
 def _inverse(scales: torch.Tensor, q: Quantized) -> torch.Tensor:
-    """The inverse of each scale, of the byte of a power of two."""
+    """The inverses of the scales, as bytes of powers of two."""
     if q.recipe.scale is FP32:
         return 1 / scales
     one = q.recipe.scale.bias << q.recipe.scale.mantissa_bits
@@ -221,7 +221,7 @@ def _unsigned(q: Quantized) -> Quantized:
 
 
 def _zeros(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Quantized], Quantized]:
-    """A quantization with other zero points, which may be negative."""
+    """A quantization with wrong zero points, also negative."""
     return lambda q: q if q.zeros is None else replace(q, zeros=change(q.zeros.to(torch.int16)))
 
 
@@ -255,3 +255,23 @@ CHANGED_CODES: Mapping[str, tuple[str, Callable[[Quantized], Quantized]]] = {
     "codes-next-row": ("the codes of {} are those of the next row", lambda q: replace(q, codes=q.codes.roll(-1, 0))),
 }  # fmt: skip
 """Wrong readings of a quantized argument, with a sentence."""
+
+
+def _of_expert(step: int, *parts: str) -> Callable[[Quantized, int], Quantized]:
+    """Matrices of experts, one behind another, whose parts are those of the expert `step` further."""
+
+    def change(q: Quantized, experts: int) -> Quantized:
+        moved = {part: getattr(q, part) for part in parts}
+        return replace(q, **{part: t.roll(-step * (t.shape[0] // experts), 0) for part, t in moved.items()})
+
+    return change
+
+
+CHANGED_MATRICES: Mapping[str, tuple[str, Callable[[Quantized, int], Quantized]]] = {
+    f"{name}{side}-expert": (f"{phrase} of the {side} expert", _of_expert(step, *parts))
+    for name, phrase, parts in (
+        ("", "each choice takes {}", ("codes", "scales")), ("scales-", "the scales of {} are those", ("scales",)),
+    )
+    for side, step in (("next", 1), ("previous", -1))
+}  # fmt: skip
+"""Wrong matrices of experts in a quantized argument, with a sentence: from it and the number of experts."""

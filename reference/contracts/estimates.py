@@ -1,9 +1,9 @@
 """Casts of elementwise steps in float32, with one bound of the error for a matrix.
 
-Few elements lie so near to a boundary of rounding that correct kernels differ. An estimate has a center for each
-element and bounds for all: a correct kernel holds a number v with |v − c| ≤ relative·|c| + absolute. If both ends round
-to one number, every correct kernel has this number. The other elements are in doubt, and `evaluate` evaluates their
-intervals. So an estimate changes the time of a verdict, and never the verdict.
+Only few elements lie near a boundary of rounding, and have different numbers in correct kernels. An estimate has a
+center per element and bounds for all: a correct kernel holds a number v with |v − c| ≤ relative·|c| + absolute. If both
+ends round to the same number, every correct kernel has this number. The remaining elements are in doubt, and `evaluate`
+evaluates their intervals. An estimate changes the time of a verdict, never the verdict.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LARGE = 2.0**100
 _SMALL = 2.0**-120
 """A product of nonzero numbers from here on is neither 0 nor subnormal."""
 _WIDE = 2.0**-10
-"""Relative bounds up to here are added; `_SLACK` covers the terms of higher order, which are 2^-10 of the bounds."""
+"""Relative bounds up to here are added; `_SLACK` covers the terms of higher order, 2^-10 of the bounds."""
 _SLACK = 1 + 2.0**-8
 _SIGNED = 2.0**-10
 _ARGUMENT = 80.0
 """Arguments of exp and exp2 with a larger magnitude are in doubt: float32 may overflow, and e^−x may be subnormal."""
 _ULPS = 4
-"""Distance of the centers of two formulas for one number. Elements farther apart are in doubt."""
+"""Distance of the centers of two formulas for the same number. Elements farther apart are in doubt."""
 
 
 class Unknown(Exception):
@@ -40,7 +40,7 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Numbers of a matrix, or of its rows or columns: float32 centers, and bounds that hold for all of them."""
+    """Numbers of a matrix, or of its rows or columns: float32 centers, and bounds for all centers."""
 
     center: torch.Tensor
     relative: float = 0.0
@@ -390,13 +390,13 @@ def _selected(mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Ten
 
 
 def sorted_places(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Numbers of elements of any part, each once, in order."""
+    """Numbers of elements of any part, without duplicates, in order."""
     found: torch.Tensor = torch.cat([*parts]).unique()  # type: ignore[no-untyped-call]
     return found
 
 
 def _different(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Numbers of the elements with other bits, of two tensors of a 16-bit dtype."""
+    """Numbers of the elements with different bits in two tensors of a 16-bit dtype."""
     one, other = a.flatten().view(torch.int16), b.flatten().view(torch.int16)
     if torch.equal(one, other):
         return torch.zeros(0, dtype=torch.int64, device=a.device)
@@ -413,7 +413,7 @@ def _places(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _of_one_sign(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two numbers have one sign in every element, so that their sum does not cancel."""
+    """Whether two numbers have equal signs in every element: their sum does not cancel."""
     return int((a.contiguous().view(torch.int32) ^ b.contiguous().view(torch.int32)).amin()) >= 0
 
 
@@ -429,7 +429,7 @@ def _adds_exactly(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> bool
 
 
 def _either(a: Estimate, b: Estimate, center: torch.Tensor) -> Estimate:
-    """An estimate whose numbers are those of two estimates."""
+    """An estimate of the numbers of two estimates."""
     return Estimate(
         center, max(a.relative, b.relative), max(a.absolute, b.absolute), max(a.largest, b.largest),
         min(a.smallest, b.smallest), max(a.bits, b.bits), a.zeros and b.zeros, a.nonzero and b.nonzero,
@@ -442,7 +442,7 @@ def _has_zero(x: Estimate) -> bool:
 
 
 def _extent(numbers: torch.Tensor) -> tuple[float, float]:
-    """The least magnitude that is not 0, and the largest, which is NaN or infinity if any number is."""
+    """The least nonzero magnitude, and the largest magnitude: NaN or infinity if any number is."""
     whole = torch.int16 if numbers.element_size() == 2 else torch.int32
     most = torch.iinfo(whole).max
     size = numbers.contiguous().view(whole) & most

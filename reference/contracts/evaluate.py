@@ -1,7 +1,7 @@
 """Evaluation of a contract: every step in its order, on intervals, from the inputs of a kernel.
 
-A result that the kernel shows is judged where it arises, and its own numbers replace the step that is shown. So each
-output is judged given the outputs before it.
+A shown result of the kernel is judged at its step, and the numbers of the kernel replace the step. Every output is
+therefore judged given the outputs before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from narrowgauge.reference.contracts.accepted import Ends, Part, judge_range
 from narrowgauge.reference.contracts.casts import DTYPES, cast
 from narrowgauge.reference.contracts.changed_steps import (
     CHANGED_CODES,
+    CHANGED_MATRICES,
     CHANGED_STEPS,
     OTHER_BITS,
     changed_quantize,
@@ -101,6 +102,14 @@ Shown = Mapping[str, torch.Tensor | Quantized | Stored]
 """Results of a kernel by the names of the outputs; absent: hidden."""
 
 
+class Chosen(NamedTuple):
+    """Some rows of an argument."""
+
+    places: torch.Tensor
+    height: int
+    """Rows of the whole argument."""
+
+
 @dataclass
 class Evaluation:
     """A contract with inputs. A step is evaluated when its value is asked for: a matrix in slabs of rows."""
@@ -109,19 +118,23 @@ class Evaluation:
     tensors: Tensors
     """Inputs by the names of the arguments."""
     known: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Results of casts that the kernel shows."""
+    """Shown results of casts."""
     whole: Evaluation | None = None
-    """The evaluation of all rows; None: this one, or one of single elements."""
+    """The evaluation of all rows; None: this evaluation has all rows, or single elements."""
     rows: slice | None = None
-    """Rows of the tensors; None: all rows, which are evaluated in slabs."""
+    """Rows of the tensors; None: all rows, evaluated in slabs."""
+    chosen: Chosen | None = None
+    """The rows of the first argument that the tensors hold; None: all, or those of `rows`."""
+    shared: tuple[Sequence[int], dict[int, Any]] | None = None
+    """The number of the value of each step, and the values that evaluations share, by their numbers."""
 
     def __post_init__(self) -> None:
         self.values = _Values(self)
-        """Interval of each step; a comparison has two masks."""
+        """Intervals of the steps; a comparison has two masks."""
         self.replaced: set[int] = set()
-        """Steps that have the values of shown results."""
+        """Steps with the values of shown results."""
         self.ends: list[Ends] = []
-        """The ends of the one result, for a further judgement: `judged`."""
+        """The ends of the single result, for a further judgement: `judged`."""
 
     @property
     def device(self) -> torch.device:
@@ -129,7 +142,7 @@ class Evaluation:
         return next(iter(self.tensors.values())).device
 
     def slabs(self) -> Iterator[Evaluation]:
-        """Evaluations of some rows each."""
+        """An evaluation per slab of rows."""
         if self.single:
             yield self
             return
@@ -141,15 +154,15 @@ class Evaluation:
 
     @cached_property
     def single(self) -> bool:
-        """Whether all rows are one slab."""
+        """Whether all rows are a single slab."""
         return self.rows is not None or len(slabs_of_rows(self.program, self.tensors)) == 1
 
     def has_rows(self, number: int) -> bool:
-        """Whether a step has numbers for each row of the first argument."""
+        """Whether a step has numbers per row of the first argument."""
         return self.program.steps[number].axes[:1] == self.program.arguments[0].axes[:1]
 
     def show(self, number: int, own: torch.Tensor) -> None:
-        """Go on with the result of a step that the kernel shows."""
+        """Go on with the shown result of a step."""
         step = self.program.steps[number]
         if step.function == "cast":
             self.known[number] = own
@@ -159,15 +172,15 @@ class Evaluation:
         self.replaced.add(number)
 
     def with_program(self, program: Program, changed: Set[int]) -> Evaluation:
-        """The evaluation of all rows of a program whose first steps are those of this one, but for `changed` steps."""
+        """The evaluation of all rows of a program with the first steps of this program, but for `changed` steps."""
         found = Evaluation(program, self.tensors, self.known)
         found.values.update({number: value for number, value in self.values.items() if number not in changed})
         found.replaced = self.replaced
         return found
 
     def leaf(self, number: int) -> torch.Tensor | Interval | None:
-        """What a step is estimated from: a tensor that is known, or the interval of a number for each row or column.
-        None of a step that is estimated from its operands."""
+        """Start of the estimate of a step: a known tensor, or the interval of a number per row or column. None: the
+        step is estimated from its operands."""
         step = self.program.steps[number]
         tensor = self._tensor(number)
         if tensor is not None and tensor.dim() > 0:
@@ -180,7 +193,7 @@ class Evaluation:
         return None
 
     def _tensor(self, number: int) -> torch.Tensor | None:
-        """The numbers of an argument, of columns of it, or of a cast that the kernel shows."""
+        """The numbers of an argument, of columns of an argument, or of a shown cast."""
         step = self.program.steps[number]
         if number in self.known:
             return self.known[number]
@@ -205,8 +218,13 @@ class _Values(dict[int, Any]):
         self._evaluation = evaluation
 
     def __missing__(self, number: int) -> Any:
-        value = self[number] = self._value(number)
-        return value
+        if self._evaluation.shared is None:
+            value = self[number] = self._value(number)
+            return value
+        numbers, shared = self._evaluation.shared
+        if numbers[number] not in shared:
+            shared[numbers[number]] = self._value(number)
+        return shared[numbers[number]]
 
     def _value(self, number: int) -> Any:
         here = self._evaluation
@@ -227,7 +245,7 @@ class _Values(dict[int, Any]):
 
 
 def evaluated(evaluation: Evaluation, step: Step) -> Any:
-    """The value of a step: the interval of what its kernels may hold, or of a comparison two masks."""
+    """The value of a step: the interval of the numbers of its kernels; a comparison has two masks."""
     value = STEPS[step.function](evaluation, step)
     return closed(evaluation.program, value) if isinstance(value, Interval) else value
 
@@ -243,9 +261,9 @@ def closed(program: Program, value: Interval) -> Interval:
 def judged(
     program: Program, tensors: Tensors, shown: Shown, known: Evaluation | None = None
 ) -> Iterator[tuple[str, Part]]:
-    """Each result that the kernel shows, in the order of the steps, with what is accepted of it.
+    """The shown results of the kernel with their accepted results, in the order of the steps.
 
-    `known`: an earlier evaluation of a program with one result on these tensors, whose values are taken again. Raises
+    `known`: an earlier evaluation of a program with a single result on these tensors; its values are used again. Raises
     ValueError for tensors that do not fit the arguments, and as `judge_quantized`.
     """
     check_tensors(program, tensors)
@@ -276,7 +294,7 @@ def judged(
 
 
 def _ends(evaluation: Evaluation, number: int, sources: Sequence[int]) -> list[Ends]:
-    """The ends that judge an output, of its rows in slabs."""
+    """The ends for the judgement of an output, of its rows in slabs."""
     results = [_Result(evaluation.program, source) for source in sources]
     for slab in evaluation.slabs():
         for result in results:
@@ -287,14 +305,14 @@ def _ends(evaluation: Evaluation, number: int, sources: Sequence[int]) -> list[E
 
 
 _ELEMENTS_OF_SCOPES = 1 << 18
-"""Elements that are looked at for a scope. Fewer elements excuse more numbers."""
+"""Largest number of elements tested for a scope. Fewer elements excuse more numbers."""
 
 
 class _Doubtful:
     """The elements of a result with more than one right number, and their judgement under further knowledge."""
 
     def __init__(self, evaluation: Evaluation, source: int, ends: Ends, part: Part, through: Set[int]) -> None:
-        """`through`: steps that are evaluated for each element."""
+        """`through`: steps evaluated per element."""
         places = torch.zeros(0, dtype=torch.int64, device=ends.low.device) if ends.uncertain is None else ends.uncertain
         self.places = places[:: 1 + len(places) // _ELEMENTS_OF_SCOPES]
         self._program, self._source, self._part = evaluation.program, source, part
@@ -309,14 +327,14 @@ class _Doubtful:
         return Ends.of(single.values[self._source], DTYPES[self._program.steps[self._source].dtype])
 
     def judge(self, some: torch.Tensor, ends: Ends) -> Part:
-        """What is accepted of the elements `some`."""
+        """The accepted results of the elements `some`."""
         if self._part.again is not None:
             return self._part.again(self.places[some], ends)
         return judge_range(self._part.actual.flatten()[self.places[some]], ends.low, ends.high, ends.nan)
 
 
 def _scope(evaluation: Evaluation, once: int, source: int, ends: Ends, part: Part) -> Scope:
-    """Whether one number of the step `once` explains the elements of each row that have more than one result."""
+    """Whether a single number of the step `once` explains the elements of a row with several results."""
     program = evaluation.program
     doubtful = _Doubtful(evaluation, source, ends, part, dependent(program, once))
     rows, wrong = _rows_of(doubtful.places, evaluation.values[once], part, turned=once in _turned(program, source))
@@ -329,8 +347,8 @@ def _scope(evaluation: Evaluation, once: int, source: int, ends: Ends, part: Par
 
 
 def _rows_of(places: torch.Tensor, numbers: Interval, part: Part, *, turned: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The place of each element among `numbers` of the rows or of the call, and which hold elements that are wrong by
-    themselves. `turned`: whether a number belongs to a column of the result."""
+    """The place of an element among `numbers` of the rows or of the call; bool: the place holds elements outside of
+    their own intervals. `turned`: whether a number belongs to a column of the result."""
     wrong = part.wrong.flatten(1).any(0 if turned else 1)
     if numbers.low.numel() == len(wrong):
         width = part.actual.shape[1]
@@ -371,7 +389,7 @@ def _division(evaluation: Evaluation, division: int, source: int, ends: Ends, pa
 
 
 _DOUBTFUL = 3
-"""A slab of which more than one of so many elements is in doubt is evaluated as a whole."""
+"""A slab is evaluated as a whole if more than one in this many elements is in doubt."""
 
 
 class _Result:
@@ -395,7 +413,7 @@ class _Result:
         self._count += ends.low.numel()
 
     def _estimated(self, evaluation: Evaluation) -> Ends | None:
-        """The ends of the rows but for elements in doubt; None if most steps have to be evaluated for all elements."""
+        """The ends of the rows but for elements in doubt; None if most steps need all elements."""
         if not all(tensor.numel() for tensor in evaluation.tensors.values()):
             return None
         try:
@@ -424,8 +442,8 @@ class _Result:
 def _operands_of(
     evaluation: Evaluation, number: int, places: torch.Tensor, shape: torch.Size, through: Set[int] = frozenset()
 ) -> dict[int, Interval]:
-    """The numbers that elements of a step come from, for each element: those of the steps without operands, and of the
-    steps with a number for each row or column that are not in `through`."""
+    """The operands of the elements of a step, per element: numbers of the steps without operands, and of the steps with
+    a number per row or column, unless in `through`."""
     program, found = evaluation.program, dict[int, Interval]()
     row, column = places // shape[1], places % shape[1]
     turned = _turned(program, number)
@@ -452,7 +470,8 @@ def _operands_of(
 
 
 def _turned(program: Program, number: int) -> set[int]:
-    """The steps before step `number` whose rows are its columns. No step of a matrix has both orientations."""
+    """The steps before step `number` with the columns of the step as rows. No step of a matrix has both
+    orientations."""
     found, waiting = set[int](), [(number, False)]
     seen = set[int]()
     while waiting:
@@ -470,9 +489,9 @@ def _turned(program: Program, number: int) -> set[int]:
 def judge_output(
     program: Program, number: int, ends: Sequence[Ends], result: torch.Tensor | Quantized | Stored, tensors: Tensors
 ) -> Iterator[tuple[str, Part]]:
-    """What is accepted of the result of step `number`, given the ends of what it shows or quantizes.
+    """The accepted results of step `number`, given the ends of its numbers, or of the quantized numbers.
 
-    `tensors`: those of `of_rows`, for the rows of the result.
+    `tensors`: the tensors of `of_rows`, for the rows of the result.
     """
     step = program.steps[number]
     name = next(name for name, shown in program.outputs.items() if shown == number)
@@ -481,7 +500,7 @@ def judge_output(
             raise ValueError(f"{name} has the shape {tuple(result.shape)}, not {tuple(ends[0].low.shape)}")
         yield (
             name,
-            judge_range(result, ends[0].low, ends[0].high, ends[0].nan, decoded=_decoded_format(program, number)),
+            judge_range(result, ends[0].low, ends[0].high, ends[0].nan, decoded=decoded_format(program, number)),
         )
         return
     quantization = program.steps[step.operands[0]] if step.function == WRITTEN else step
@@ -504,8 +523,8 @@ def judge_output(
         yield part if name == "quantized" else f"{name}.{part}", judgement
 
 
-def _decoded_format(program: Program, number: int) -> Format | None:
-    """Format of the codes of a quantization whose values a result has, rounded; None of other results."""
+def decoded_format(program: Program, number: int) -> Format | None:
+    """Format of the codes, if a result has the rounded values of a quantization; None of further results."""
     step = program.steps[number]
     while step.function in ("cast", "float32"):
         step = program.steps[step.operands[0]]
@@ -514,8 +533,8 @@ def _decoded_format(program: Program, number: int) -> Format | None:
 
 
 def judged_numbers(program: Program, number: int) -> tuple[int, ...]:
-    """The steps whose ends judge an output: its own, or what is quantized, and another matrix whose amaxes give the
-    scales, if there is one."""
+    """The steps for the judgement of an output: its own step, or the quantized step, and the second matrix behind the
+    scales, if any."""
     step = program.steps[number]
     if step.function == WRITTEN:
         return judged_numbers(program, step.operands[0])
@@ -525,7 +544,7 @@ def judged_numbers(program: Program, number: int) -> tuple[int, ...]:
 
 
 def bits_of(program: Program, step: Step, tensors: Tensors) -> torch.Tensor | None:
-    """The random words of a quantization, int32 (M, K/4), of the tensors of `of_rows`; None if it draws none."""
+    """The random words of a quantization, int32 (M, K/4), of the tensors of `of_rows`; None without random bits."""
     if step.random is None:
         return None
     words, other = tensors[_key(program.steps[step.random])], step.options.get("bits")
@@ -533,8 +552,9 @@ def bits_of(program: Program, step: Step, tensors: Tensors) -> torch.Tensor | No
 
 
 def handed_on(program: Program, step: Step, value: Interval, shown: torch.Tensor) -> Interval:
-    """The numbers that a kernel that shows `shown` may go on with: after a cast this one, else every number of the step
-    that rounds to it, since a kernel may keep a wider one. A number outside of the interval is the kernel's own."""
+    """The numbers with which a kernel may go on after it shows `shown`: after a cast `shown` itself, else every number
+    of the step with `shown` as its rounding, since a kernel may keep a wider number. A number outside of the interval
+    is the kernel's own."""
     number = i.exactly(shown)
     if step.function in ("cast", "argument", "float32") or value.point:
         return closed(program, number)
@@ -547,12 +567,12 @@ def handed_on(program: Program, step: Step, value: Interval, shown: torch.Tensor
 
 
 _SLAB = 1 << 18
-"""Elements that are evaluated at once: tensors of them stay in the cache of a core, and calls take a small part of the
+"""Number of elements evaluated at once: tensors of them stay in the cache of a core, and calls take a small part of the
 time."""
 
 
 def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
-    """Ranges of rows that can be evaluated apart: every step keeps the rows, and sums run along them."""
+    """Ranges of rows for separate evaluations: every step keeps the rows, and sums run along them."""
     first = program.arguments[0]
     axis, rows = first.axes[0] if len(first.axes) > 1 else "", tensors[first.name].shape[0]
     together = any(axis in step.axes[1:] or step.function in (*BEHIND, *ROUTED, WRITTEN) for step in program.steps)
@@ -563,9 +583,9 @@ def slabs_of_rows(program: Program, tensors: Tensors) -> list[slice]:
 
 
 def of_rows(program: Program, tensors: Tensors, rows: slice | torch.Tensor, known: Tensors | None = None) -> Tensors:
-    """The inputs of some rows of the results, with the arguments of other rows that a changed contract reads.
+    """The inputs of some rows of the results, with arguments of the rows read by a changed contract.
 
-    `known`: such inputs, which are not taken again.
+    `known`: inputs with these rows already.
     """
     axis, found = program.arguments[0].axes[:1], dict(known or {})
     for argument in program.arguments if known is None else ():
@@ -633,7 +653,7 @@ def _common_shape(values: Sequence[torch.Tensor | Interval]) -> torch.Size:
 
 
 def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
-    """A quantization that is hidden."""
+    """A hidden quantization."""
     operand = step.operands[0]
     if step.options.get("statistics") or changed_quantize(step.options)[0] is not None:
         raise ValueError("a changed quantization is judged where it is shown")
@@ -644,7 +664,7 @@ def _quantized(evaluation: Evaluation, step: Step) -> Quantized:
 
 
 def _dequantized(evaluation: Evaluation, step: Step) -> Interval:
-    """The values of a quantization. A second operand is the quantization whose scales a wrong kernel takes."""
+    """The values of a quantization. A second operand: the quantization with the scales of a wrong kernel."""
     program, (number, *others) = evaluation.program, step.operands
     of, dtype, flushes = program.steps[number], DTYPES[step.dtype], program.flushes
     fused = bool(step.options.get("fused"))
@@ -675,6 +695,8 @@ def _codes(evaluation: Evaluation, step: Step) -> Quantized:
     """A quantized argument."""
     q = quantized_argument(evaluation.program, evaluation.tensors, step.options["name"], step.options["recipe"])
     view = step.options.get("view")
+    if view in CHANGED_MATRICES:
+        return CHANGED_MATRICES[view][1](q, evaluation.program.sizes(evaluation.tensors)[EXPERTS])
     return q if view is None else CHANGED_CODES[view][1](q)
 
 
@@ -690,7 +712,7 @@ def quantized_argument(program: Program, tensors: Tensors, name: str, recipe: st
 def parts_of(program: Program, quantized: Mapping[str, Quantized]) -> dict[str, torch.Tensor]:
     """The tensors of quantized arguments by the names of the arguments of a program.
 
-    Raises ValueError for a matrix of another recipe, and without an amax that the recipe needs.
+    Raises ValueError for a matrix of a wrong recipe, and without an amax needed by the recipe.
     """
     found = {}
     recipes = {s.options["name"]: s.options["recipe"] for s in program.steps if s.function == CODES}
@@ -736,7 +758,7 @@ def _product(evaluation: Evaluation, step: Step) -> Interval:
 
 
 def _codes_of(evaluation: Evaluation, step: Step) -> Quantized | None:
-    """The quantization whose elements are not rounded when they are decoded; None of other numbers."""
+    """The quantization of elements decoded without rounding; None of further numbers."""
     unrounded = step.function == DECODE and step.dtype not in DTYPES
     return evaluation.values[step.operands[0]] if unrounded else None
 
@@ -746,7 +768,7 @@ def _argument(evaluation: Evaluation, step: Step) -> Interval:
 
 
 def _taken(evaluation: Evaluation, step: Step, table: torch.Tensor) -> torch.Tensor:
-    """The rows of a table that an index names."""
+    """The rows of a table, selected by an index."""
     return table[_index(evaluation, step.operands[1])]
 
 
@@ -761,7 +783,10 @@ def _index(evaluation: Evaluation, number: int) -> torch.Tensor:
 
 def _segments(evaluation: Evaluation, step: Step) -> Interval:
     lengths, rows = step.operands
-    return attention.segments(_index(evaluation, lengths), evaluation.values[rows].shape[0], **step.options)
+    chosen = evaluation.chosen
+    count = evaluation.values[rows].shape[0] if chosen is None else chosen.height
+    found = attention.segments(_index(evaluation, lengths), count, **step.options)
+    return found if chosen is None else found.arranged(lambda t: t[chosen.places])
 
 
 def _renumbered(evaluation: Evaluation, step: Step) -> Interval:
@@ -781,7 +806,7 @@ def _shared_heads(evaluation: Evaluation, step: Step) -> Interval:
 
 
 def _of_requests(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], Interval]:
-    """A step of the numbers of each row and the tokens of its request."""
+    """A step of the numbers of a row and the tokens of its request."""
 
     def found(evaluation: Evaluation, step: Step) -> Interval:
         rows, tokens = (evaluation.values[number] for number in step.operands[:2])
@@ -811,7 +836,7 @@ def _accumulated(evaluation: Evaluation, step: Step) -> Interval:
 
 
 def _of_heads(evaluation: Evaluation, step: Step) -> Interval:
-    """A number for each row, of one number for each head, or of one number."""
+    """A number per row, of a number per head or of a single number."""
     value: Interval = evaluation.values[step.operands[0]]
     sizes = evaluation.program.sizes(evaluation.tensors)
     tokens, heads = (sizes[part] for part in step.axes[0].split("*"))
@@ -861,10 +886,11 @@ def _part_of(x: torch.Tensor, step: Step) -> torch.Tensor:
 
 
 def _roundings(evaluation: Evaluation, step: Step) -> Interval:
+    """The numbers after further roundings, and the float32 of each, which a cast behind may round."""
     value: Interval = evaluation.values[step.operands[0]]
     count = step.options["count"]
     absolute = SMALLEST_NORMAL if evaluation.program.flushes else 2.0**-150
-    if len(step.operands) > 1:  # of numbers of another size
+    if len(step.operands) > 1:  # errors relative to a second operand
         of = i.absolute(evaluation.values[step.operands[1]])
         error = of.high * (((1 + UNIT) ** count - 1) * (1 + 2.0**-40)) + count * absolute
         error = torch.where(of.high == 0, 0.0, error)
@@ -873,15 +899,15 @@ def _roundings(evaluation: Evaluation, step: Step) -> Interval:
             torch.where(error.isfinite(), end, value_end)
             for end, value_end in ((value.low - error, value.low), (value.high + error, value.high))
         )
-        return Interval(low, high, nan)
+        return i.rounded(low, high, nan)
     zero = (value.low == 0) & (value.high == 0)
     ends = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * absolute)
     low, high = (torch.where(zero, old, new) for old, new in zip((value.low, value.high), ends, strict=True))
-    return replace(value, low=low, high=high, nan=value.may_be_nan)
+    return i.rounded(low, high, value.may_be_nan)
 
 
 def _reduced(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], Interval]:
-    """A reduction, of the columns that the options name."""
+    """A reduction of the columns in the options."""
 
     def reduce(evaluation: Evaluation, step: Step) -> Interval:
         value: Interval = evaluation.values[step.operands[0]]

@@ -1,7 +1,7 @@
-"""Functions of one number, with the errors that their implementations document.
+"""Functions of a number, with the documented errors of their implementations.
 
-`FUNCTIONS` is the one table of errors: each form of a function, with its source. A verdict rests on the forms that its
-contract names. The tables of CUDA are measured and not guaranteed. Errors measured on a GPU replace them if a file of
+`FUNCTIONS` is the only table of errors: the forms of a function, with their sources. A verdict rests on the forms named
+by its contract. The tables of CUDA are measured and not guaranteed. Errors measured on a GPU replace them if a file of
 `narrowgauge.spec.program.measured_functions` is in use.
 """
 
@@ -58,11 +58,11 @@ class Function:
     increasing: bool
     forms: dict[str, Form]
     default: tuple[str, ...]
-    """Forms of correct kernels of every dialect that names no form."""
+    """Forms of correct kernels, for every dialect without a named form."""
     range: tuple[float, float] = (-math.inf, math.inf)
     """Results of every implementation lie here."""
     exact_at: tuple[float, ...] = ()
-    """Arguments with a result that every implementation returns exactly."""
+    """Arguments with an exact result in every implementation."""
 
 
 FUNCTIONS: dict[str, Function] = {
@@ -122,8 +122,8 @@ FUNCTIONS: dict[str, Function] = {
         range=(-1.0, 1.0), exact_at=(0.0, math.inf, -math.inf),
     ),
 }  # fmt: skip
-"""Functions by name. Every function is monotone. Implementations may have steps that are not: each end is widened by
-the whole error, so these steps lie inside."""
+"""Functions by name. Every function is monotone. Implementations may have steps that are not: an end is widened by the
+whole error, and these steps lie inside."""
 
 
 _MEASURED = {
@@ -131,7 +131,7 @@ _MEASURED = {
     ("rsqrt", "rsqrtf"): "rsqrtf", ("sqrt", "approximate"): "sqrt.approx.f32", ("tanh", "tanhf"): "tanhf",
     ("tanh", "approximate"): "tanh.approx.f32", ("erf", "erff"): "erff",
 }  # fmt: skip
-"""Names of measured functions by function and form. Other forms keep their documented errors."""
+"""Names of measured functions by function and form. Further forms keep their documented errors."""
 
 
 def function_of(name: str) -> Function:

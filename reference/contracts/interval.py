@@ -1,11 +1,11 @@
-"""The numbers that correct kernels may hold at a step, and the arithmetic of float32 steps on them.
+"""The numbers of correct kernels at a step, and the arithmetic of float32 steps on intervals.
 
-An interval has two ends in float64, which may be infinite, and a mask of the elements that may be NaN. A number that
-every correct kernel must hold has equal ends; if all numbers of a tensor have, then `low` and `high` are one tensor of
-float32 numbers, and a step costs as much as the plain formula. An end that is NaN says that no number is possible but
-NaN. −0 is less than 0.
+An interval has two ends in float64, also infinite, and a mask of the elements with a possible NaN. A number equal in
+every correct kernel has equal ends; if all numbers of a tensor have, then `low` and `high` are one tensor of float32
+numbers, and a step costs as much as the plain formula. A NaN end: only NaN is possible. −0
+is less than 0.
 
-A step rounds to float32 or not at all, so kernels in float64 and fused multiply-add are covered by one rule: if m and M
+A step rounds to float32 or not at all: the same rule covers kernels in float64 and fused multiply-add: if m and M
 are the least and the greatest exact result, the ends are min(m, fl(m)) and max(M, fl(M)). An end that float64 does not
 hold exactly moves one float64 number outward first.
 """
@@ -24,9 +24,9 @@ from narrowgauge.spec.summation import FLT_MAX, SMALLEST_NORMAL
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 APPROXIMATE_DIVISION = 2.5 * 2.0**-23
 """Relative error of div.approx, div.full and `__fdividef`: 2 ulp (CUDA C++ Programming Guide, table of intrinsic
-functions), 2.5 ulp from the exact quotient. It covers fl(a·rcp.approx(b)), which has 1.5 ulp and a rounding."""
+functions), 2.5 ulp from the exact quotient. The bound covers fl(a·rcp.approx(b)): 1.5 ulp and a rounding."""
 _OUTWARD = 2.0**-52
-"""Relative step outward of a float64 result, which is off by 2^-53."""
+"""Relative step outward of a float64 result with an error of 2^-53."""
 _FLOAT64_BITS = 53
 SIGNIFICAND_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 FLUSHED_DIVISOR = 2.0**126
@@ -41,7 +41,7 @@ class Interval:
     high: torch.Tensor
     """The same object as `low` if all ends are equal: a point."""
     nan: torch.Tensor | None = None
-    """Bool, the shape of the ends. None: NaN only where the ends are NaN."""
+    """Bool, the shape of the ends. None: only elements with NaN ends."""
     bits: int = 53
     """Bits of the significands of the ends at most. A point has float32 numbers: 24."""
 
@@ -79,7 +79,7 @@ class Interval:
         return Interval(low, low if self.point else function(self.high), self.nan, self.bits)
 
     def arranged(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Interval:
-        """The same numbers in another arrangement, such as a view."""
+        """The same numbers in a new arrangement, for example a view."""
         low = function(self.low)
         nan = None if self.nan is None else function(self.nan)
         return Interval(low, low if self.point else function(self.high), nan, self.bits)
@@ -94,7 +94,7 @@ class Interval:
 
 
 def exactly(value: torch.Tensor | float, device: torch.device | str = "cpu") -> Interval:
-    """The interval of known numbers: float32, bfloat16 or float16, or a number that float32 holds."""
+    """The interval of known numbers: float32, bfloat16 or float16, or a float32 number."""
     bits = SIGNIFICAND_BITS.get(value.dtype, 24) if isinstance(value, torch.Tensor) else 24
     number = value.double() if isinstance(value, torch.Tensor) else torch.tensor(value, device=device).double()
     return Interval(number, number, bits=bits)
@@ -132,7 +132,7 @@ def rounded(
 
 
 def flushed(x: Interval, limit: float = SMALLEST_NORMAL) -> Interval:
-    """The numbers, and a zero of their sign for those below a limit: subnormal numbers, as -ftz=true flushes them."""
+    """The numbers, and a zero of their sign for numbers below a limit: subnormal numbers, flushed as by -ftz=true."""
     above = (x.low > 0) & (x.low < limit)
     below = (x.high < 0) & (x.high > -limit)
     if not bool((above | below).any()):
@@ -146,7 +146,7 @@ def same(a: Interval, b: Interval) -> bool:
 
 
 def hull(intervals: Sequence[Interval]) -> Interval:
-    """The numbers of any of the intervals, which have one shape."""
+    """The numbers of all intervals, of the same shape."""
     found = intervals[0]
     for other in intervals[1:]:
         low, high = _least(found.low, other.low), _greatest(found.high, other.high)
@@ -166,7 +166,7 @@ def add(a: Interval, b: Interval) -> Interval:
     exact &= (error == 0) | ~high.isfinite()
     if a.finite and b.finite:
         return rounded(low, high, None, exact)
-    # ∞ − ∞ at one end alone: the other operand has more numbers, and their sum with this infinity is the infinity.
+    # ∞ − ∞ at a single end: the other operand has more numbers, and their sum with this infinity is the infinity.
     never = low.isnan() & high.isnan()
     invalid = (_reaches(a, -torch.inf) & _reaches(b, torch.inf)) | (_reaches(a, torch.inf) & _reaches(b, -torch.inf))
     low = torch.where(low.isnan() & ~never, torch.inf, low)
@@ -226,8 +226,8 @@ def absolute(a: Interval) -> Interval:
 def divide(a: Interval, b: Interval, form: str | None = None, *, flushes: bool = False) -> Interval:
     """a/b in a form: "quotient" rounds once, "reciprocal" is a·fl(1/b), "approximate" has 2.5 ulp. None: any of them.
 
-    The reciprocal of a power of two is exact, so a quotient by such a constant, as in a mean, is taken as one in every
-    form. `flushes`: a subnormal reciprocal may be 0. Raises ValueError for an unknown form.
+    The reciprocal of a power of two is exact: a quotient by a power of two, as in a mean, is the same in every form.
+    `flushes`: a subnormal reciprocal may be 0. Raises ValueError for an unknown form.
     """
     if form == "reciprocal":
         reciprocal = _quotient(exactly(1.0, b.low.device), b)
@@ -342,7 +342,8 @@ def _quotient(a: Interval, b: Interval) -> Interval:
 
 
 def _signed_zero_ends(b: Interval) -> Interval:
-    """`b` with ends at zero that have the sign of the other numbers of the interval: one infinite end of a quotient."""
+    """`b` with ends at zero, with the sign of the further numbers of the interval: a single infinite end of a
+    quotient."""
     if b.point:
         return b
     low = torch.where((b.low == 0) & (b.high > 0), 0.0, b.low)
@@ -376,7 +377,7 @@ def _corners(a: Interval, b: Interval, function: Function, *, exact: bool) -> tu
 def _between_infinities(
     low: torch.Tensor, high: torch.Tensor, a: Interval, b: Interval
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ends of 0 where −∞ and ∞ times 0, or divided by ∞, are NaN: the numbers between them give a zero."""
+    """Ends of 0 for NaN from −∞ and ∞ times 0, or divided by ∞: the numbers between −∞ and ∞ give a zero."""
     lost = low.isnan() & high.isnan()
     if not bool(lost.any()):
         return low, high

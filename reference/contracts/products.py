@@ -36,15 +36,35 @@ def quantized(
 ) -> Quantized:
     """The quantization of a matrix (M, K) that a kernel hides, rotated already.
 
-    Raises ValueError unless every element is one number: the kernel has to show the quantization of others.
+    Raises ValueError unless all numbers of the elements have the same quantization: the kernel has to show it.
     """
     free = y.nan is not None and bool((y.nan & ~y.never).any())
-    if free or bool(different(y.low, y.high, None).any()):
+    found = None if free else _of_all_numbers(y, find_recipe(recipe), scale, random)
+    if found is None:
         raise ValueError(
             f"the quantization of line {line} is hidden, and several numbers are right for an element of its operand; "
             "let the kernel return the quantization"
         )
-    return of_rotated(y.low, find_recipe(recipe), scale, random)
+    return found
+
+
+def _of_all_numbers(
+    y: Ends, recipe: Recipe, scale: torch.Tensor | None, random: torch.Tensor | None
+) -> Quantized | None:
+    """The quantization of every matrix between the ends; None if there are several.
+
+    Scales rise with the magnitudes, and codes under a scale with the numbers: if the least and the largest magnitudes
+    have the same scales and codes, so have all between them. 4over6 chooses scales in another way.
+    """
+    if not bool(different(y.low, y.high, None).any()):
+        return of_rotated(y.low, recipe, scale, random)
+    negative = y.low.signbit()
+    if recipe.candidates != "6" or bool((negative != y.high.signbit()).any()):
+        return None
+    least, largest = torch.where(negative, y.high, y.low), torch.where(negative, y.low, y.high)
+    found, other = (of_rotated(x, recipe, scale, random) for x in (least, largest))
+    same = all(torch.equal(getattr(found, part), getattr(other, part)) for part in ("codes", "scales"))
+    return found if same and (found.amax is None or torch.equal(found.amax, other.amax)) else None
 
 
 def of_rotated(y: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None, random: torch.Tensor | None) -> Quantized:
@@ -53,7 +73,7 @@ def of_rotated(y: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None, rand
 
 
 def of_statistics(y: torch.Tensor, statistics: torch.Tensor, recipe: Recipe, random: torch.Tensor | None) -> Quantized:
-    """`quantize` of a matrix (M, K) with the scales of another one."""
+    """`quantize` of a matrix (M, K) with the scales of a second matrix."""
     blocks = block_amaxes(statistics, recipe)
     amax = None if recipe.tensor_scale == "none" else tensor_amax(blocks)
     tensor = None if amax is None else tensor_scale(amax, recipe, y.dtype)
@@ -75,7 +95,7 @@ def values_of(q: Quantized, dtype: torch.dtype, *, flushes: bool = False) -> Int
 
 
 def exact_values(q: Quantized) -> Interval:
-    """Codes times scales (M, K), unrounded, of a recipe with one level of scales."""
+    """Codes times scales (M, K), unrounded, of a recipe with a single level of scales."""
     exact = multiply_blocks(
         element_values(q), scale_values(q), q.recipe.block[1] if not q.recipe.spans_k else q.shape[1]
     )
@@ -145,8 +165,8 @@ def decoded(
 def factor(q: Quantized, shape: tuple[int, ...]) -> Interval:
     """The factor of a quantization beside the scales of blocks: the scales of rows, the scale of the tensor, or 1.
 
-    A factor that is made of an amax is one number with several formulas. All of them give the same power of two if
-    amax/d is one; else the factor lies within 4 roundings of amax/d.
+    A factor made of an amax has several formulas. All formulas give the same power of two if amax/d is a power of two;
+    else the factor lies within 4 roundings of amax/d.
     """
     if q.recipe.spans_k:
         return exactly(q.scales.reshape(shape))
@@ -165,10 +185,10 @@ def factor(q: Quantized, shape: tuple[int, ...]) -> Interval:
 
 
 def factors(x: Interval, dtype: str, q: Quantized | None) -> Factors:
-    """An operand of a product with the exponents that a tensor core aligns; infinities and NaN are replaced by 0.
+    """An operand of a product with the exponents aligned by a tensor core; infinities and NaN are replaced by 0.
 
-    `dtype`: that of the numbers. `q`: the quantization of numbers that are not rounded, whose elements have exponents
-    of their own.
+    `dtype`: that of the numbers. `q`: the quantization of unrounded numbers, whose elements have exponents of their
+    own.
     """
     if q is not None:
         return factors_of_operand(q)
@@ -200,10 +220,10 @@ def product_of_numbers(
 ) -> Interval:
     """The numbers (M, N) that a kernel may hold for the sums of products of two matrices of known numbers.
 
-    `fewest`: `fewest_bits` of the operands, for sums of no declared order.
+    `fewest`: `fewest_bits` of the operands, for sums of no declared order, which stacks of matrices may have too.
     Source: docs/tolerance.md#products-of-known-numbers.
     """
-    total = numbers[0].low @ numbers[1].low.T
+    total = numbers[0].low @ numbers[1].low.mT
     declared = summation(order)
     if (model := declared.aligned) is not None:
         sums = fast_tensor_core_sum(*operands, model, total, split=SplitK.of(declared, torch.float32))
@@ -216,8 +236,8 @@ def product_of_numbers(
     else:
         error, known, overflow = _in_order(operands, total, declared)
     # A kernel that decodes to float32 first has infinities in place of 448·2^127 and its like.
-    beyond = [(operand.values.abs() > FLT_MAX).any(1) for operand in operands]
-    overflow = (overflow | beyond[0].unsqueeze(1) | beyond[1]) & total.isfinite()
+    beyond = [(operand.values.abs() > FLT_MAX).any(-1) for operand in operands]
+    overflow = (overflow | beyond[0].unsqueeze(-1) | beyond[1].unsqueeze(-2)) & total.isfinite()
     known = known & ~overflow
     lower, upper = (end.double() for end in float32_ends(total - error, total + error))
     low, high = (torch.where(known, total, end) for end in (lower, upper))

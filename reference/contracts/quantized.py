@@ -1,8 +1,8 @@
 """Quantization of intervals: the amaxes, scales and codes of correct kernels, by the steps of `reference.quantize`.
 
-Each result is judged given the kernel's own result before it: scales given its amax, codes given its scales. The amax
-of a block that is hidden lies between two ends; the scale must be the scale of one of the numbers between, and these
-numbers alone count for the codes.
+Every result is judged given the kernel's own result before: scales given its amax, codes given its scales. The hidden
+amax of a block lies between two ends; the scale must be the scale of one of the numbers between, and these numbers
+alone count for the codes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 _MONOTONE = ("nearest-even", "nearest-toward-zero", "nearest-away", "stochastic")
-"""Roundings that increase with their argument. Stochastic rounding does for one random byte."""
+"""Roundings that increase with their argument; stochastic rounding increases for a given random byte."""
 _FEW = 64
-"""Amaxes between two ends that are tried one by one."""
+"""Largest number of amaxes between two ends for a trial of all."""
 _TINY = 2.0**-96
 """Blocks with a smaller amax may have subnormal numbers on the way to their scales and codes: a recipe divides an amax
 by at most 57344·256, and no reciprocal of these numbers is subnormal."""
@@ -58,14 +58,14 @@ def judge_quantized(
     y: Ends, kernel: Quantized, scale: torch.Tensor | None, *, statistics: Ends | None = None,
     rounding: Scaled | None = None, flushes: bool = False, random: torch.Tensor | None = None,
 ) -> Iterator[tuple[str, Part]]:  # fmt: skip
-    """What is accepted of the quantization of `y` (M, K), rotated if the recipe rotates, and the kernel's results.
+    """The accepted results of the quantization of `y` (M, K), rotated if the recipe rotates, and the kernel's results.
 
-    `statistics`: another matrix, whose amaxes give the scales; `rounding`: a function of the scaled elements before
-    they are rounded. No correct kernel has either; they explain wrong bytes. `flushes`: subnormal numbers may be
-    flushed, so the scale and the codes of a block with a tiny amax are free. `random`: words, int32 (M, ⌈K/4⌉), of a
-    recipe that rounds stochastically.
+    `statistics`: a second matrix for the amaxes of the scales; `rounding`: a function of the scaled elements before
+    their rounding. No correct kernel has either; both explain wrong bytes. `flushes`: subnormal numbers may be flushed:
+    the scale and the codes of a block with a tiny amax are free. `random`: words, int32 (M, ⌈K/4⌉), of a recipe with
+    stochastic rounding.
 
-    `scale`: float32 (1,), the scale that the kernel was given, of a recipe without an amax. Results by name, in order:
+    `scale`: float32 (1,), the given scale of a recipe without an amax. Results by name, in order:
     amax, scales, codes; a recipe with a given scale has codes alone. Raises ValueError for a recipe with a `problem`,
     and for a kernel that hides an amax with more than 64 possible numbers.
     """
@@ -100,7 +100,7 @@ def _flushed_blocks(amax: torch.Tensor, scale: torch.Tensor | None) -> torch.Ten
 
 
 def _without(part: Part, free: torch.Tensor, name: str, recipe: Recipe) -> Part:
-    """The scales or the codes, of which those of the blocks `free` accept everything."""
+    """The scales or the codes; in the blocks `free` every value is accepted."""
     if name == "codes":
         row, column = (torch.arange(size, device=free.device) for size in part.actual.shape)
         at = _blocks_of(row, column, recipe)
@@ -119,8 +119,8 @@ def _without(part: Part, free: torch.Tensor, name: str, recipe: Recipe) -> Part:
 
 
 def _with_amax(kernel: Quantized, blocks: list[torch.Tensor], dtype: torch.dtype) -> Iterator[Quantized]:
-    """The kernel's results with each amax that it may hide: one number for the tensor, which has to explain all scales
-    and codes. A number that is shown, or of which there are too many, is judged by `_judge_amax`."""
+    """The kernel's results, once per possible hidden amax: a number for the tensor, which has to explain all scales and
+    codes. `_judge_amax` judges a shown amax, and a hidden amax with too many possible numbers."""
     recipe = kernel.recipe
     low, high = (_amaxes(end, recipe) for end in blocks)
     hidden = recipe.tensor_scale not in ("none", "given") and kernel.amax is None
@@ -163,7 +163,7 @@ def _parts(
 
 
 def _block_amaxes(y: Ends, recipe: Recipe) -> list[torch.Tensor]:
-    """The least and the greatest amax of each block. An element that may be NaN may be left out of an amax."""
+    """The least and the greatest amax per block. An element with a possible NaN may be left out of an amax."""
     if y.uncertain is None:
         amax = block_amaxes(y.low, recipe)
         return [amax, amax]
@@ -186,8 +186,8 @@ def hidden_values(
     y: Ends, recipe: Recipe, scale: torch.Tensor | None, line: int, *, statistics: Ends | None = None,
     flushes: bool = False,
 ) -> Interval:  # fmt: skip
-    """Codes times scales (M, K), exact, of a quantization of `y` that a kernel hides: the ends over all scales of the
-    amaxes of each block and all codes under them.
+    """Codes times scales (M, K), exact, of a hidden quantization of `y`: the ends over all scales of the amaxes of a
+    block and all codes under these scales.
 
     `scale`, `statistics`, `flushes`: as of `judge_quantized`. Raises ValueError, with the line of the contract, for a
     recipe with an amax of the tensor, and as `problem` says.
@@ -207,7 +207,7 @@ def hidden_values(
     scales = [block_scales(amax, scale, recipe, dtype if statistics is None else torch.float32) for amax in blocks]
     stored = [s.double() if recipe.scale is FP32 else decode(s, recipe.scale, torch.float64) for s in scales]
     if recipe.scale is E8M0 or recipe.scale_rounding in ("up", "down"):
-        # Between two neighbouring powers of two lies no scale, and each has its own codes.
+        # Between two neighbouring powers of two lies no scale, and both have codes of their own.
         apart = stored[1] > 2 * stored[0]
         factors_of = [[value, torch.where(apart, other, value)] for value, other in (stored, stored[::-1])]
     else:
@@ -267,13 +267,13 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @dataclass
 class _Candidates:
-    """Scales of the amaxes that a block may have, and the amaxes that have the kernel's scale, as numbers of a grid."""
+    """Scales of the possible amaxes of a block, and the amaxes with the kernel's scale, as numbers of a grid."""
 
     wanted: torch.Tensor
     """The kernel's scales, as numbers in the order of their values."""
     bottom: torch.Tensor
     top: torch.Tensor
-    """The least and the greatest amax with the kernel's scale; `bottom` > `top` if there is none."""
+    """The least and the greatest amax with the kernel's scale; `bottom` > `top` without such an amax."""
     lower: torch.Tensor
     upper: torch.Tensor
     """The least and the greatest amax of the block."""
@@ -293,10 +293,10 @@ def _judge_scales(
 ) -> tuple[Part, list[torch.Tensor]]:  # fmt: skip
     """The scales, and the least and the greatest amax of each block with the scale of the kernel.
 
-    Few amaxes between the ends are tried one by one. Of many, a rule that increases needs the ends alone, and the
+    Few amaxes between the ends are all tried. Of many, an increasing rule needs the ends alone, and the
     amaxes with the kernel's scale are found by halving. A rule for zero blocks replaces the scales of the least amaxes
-    by one number, and increases from there on; halving finds the last of these amaxes. Amaxes of 0, infinity and NaN
-    are tried by themselves. `free`: blocks that may hold NaN. With an approximate 1/6 an amax has a least and a
+    by a single number, and increases behind these amaxes; halving finds the last of these amaxes. Amaxes of 0, infinity
+    and NaN are tried by themselves. `free`: blocks that may hold NaN. With an approximate 1/6 an amax has a least and a
     greatest scale.
     """
     approximate = recipe.approximate and recipe.scale is E4M3
@@ -365,8 +365,8 @@ def _judge_scales(
 def _first_with(
     order_at: Callable[[torch.Tensor], torch.Tensor], first: torch.Tensor, last: torch.Tensor, wanted: torch.Tensor
 ) -> torch.Tensor:
-    """The first number in a span whose order is at least `wanted`, of a rule that increases; behind the span if none
-    is."""
+    """The first number in a span with an order of at least `wanted`, of an increasing rule; else the number behind the
+    span."""
     low, high = first, last + 1
     while bool((low < high).any()):
         middle = (low + high) >> 1
@@ -414,7 +414,7 @@ def _judge_codes(
     uncertain = _uncertain(y, own, recipe)
     if uncertain is None or not uncertain.numel():
         return judge_range(actual, lower, lower, fmt=recipe.element)
-    # The elements with one number are compared as they are; the others are encoded once more, by themselves.
+    # Elements with a single number are compared directly; the remaining elements are encoded once more.
     given = _Elements(recipe, scales, tensor, own, columns, y.low.dtype, rounding, bounded, actual)
     low, high = (end.flatten()[uncertain] for end in (y.low, y.high))
     part = given.judged(uncertain, Ends(low, high, None if y.nan is None else y.nan.flatten()[uncertain]))

@@ -1,10 +1,10 @@
-"""Scopes: a hidden number that a kernel computes once for each row explains every result of the row, and one form of
-a division by such a number explains every result of a call.
+"""Scopes: a hidden number, computed once for a row, explains every result of the row; a single form of a division by
+hidden numbers explains every result of a call.
 
-Each element has an interval of its own, so a row whose elements took different numbers may lie inside. With one number
-h of the hidden interval the ends of an element are much nearer, and they move with h in one direction. So an element
-outside of its ends at h says whether h is too small or too large, and halving finds a number that fits all elements of
-a row, or two elements without a common number.
+Every element has an interval of its own: elements of a row may lie inside with different hidden numbers. With a single
+number h of the hidden interval the ends of an element are much nearer, and move with h in a single direction. An
+element outside of its ends at h shows if h is too small or too large, and halving finds a number for all elements of a
+row, or two elements without a common number.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from narrowgauge.spec.program import ONCE, ROTATED, TRANSPOSED, Axes, Program, S
 _MONOTONE = (
     "float32", "cast", "multiply", "divide", "add", "subtract", "negative", "maximum", "minimum", TRANSPOSED,
 )  # fmt: skip
-"""Steps that move in one direction with an operand, whatever number of its interval the other operand is."""
+"""Steps that move in a single direction with an operand, for every number of the second operand's interval."""
 _LIMIT = 2.0**100
 """Rows with a hidden number beyond, or below its reciprocal, are judged by their intervals alone."""
 
 
 @dataclass(frozen=True)
 class Scope(Part):
-    """The rows of a result, and whether one hidden number explains each of them: tensors (M, 1).
+    """The rows of a result, and whether a single hidden number explains a row: tensors (M, 1).
 
     `actual`, `lower` and `upper` are the ends of the hidden number, float32; `wrong`: rows without a number.
     """
@@ -38,14 +38,14 @@ class Scope(Part):
     function: str = ""
     """Function of the step with the hidden number, such as "rsqrt"; "divide" if the number is a divisor."""
     form: str = ""
-    """The form of a division that explains all results of the call."""
+    """The form of a division with all results of the call."""
 
 
 def scopes_of(program: Program, number: int) -> Iterator[int]:
-    """The steps `once` whose numbers the result of a step depends on.
+    """The steps `once` with an influence on the result of a step.
 
-    A number behind which the result is rotated has no scope. Raises ValueError, with the line, for a number that
-    reaches the result by another step of no one direction.
+    A number before a rotation of the result has no scope. Raises ValueError, with the line, for a number that reaches
+    the result by a further step without a single direction.
     """
     for once, step in enumerate(program.steps):
         if step.function == ONCE:
@@ -54,7 +54,7 @@ def scopes_of(program: Program, number: int) -> Iterator[int]:
                 continue
             later = _turn(program, once, number)
             if later is not None and later.function == ROTATED:
-                continue  # a sum of rounded numbers, some of which rise and some of which fall
+                continue  # a sum of rounded numbers with different directions
             if later is not None:
                 raise ValueError(
                     f"{program.file}:{step.line}: the number of c.once reaches {later.function} (line {later.line})"
@@ -64,8 +64,8 @@ def scopes_of(program: Program, number: int) -> Iterator[int]:
 
 
 def divisions_of(program: Program, number: int) -> Iterator[int]:
-    """The divisions of a matrix by a number of each row or by one number, in no declared form, on which the result of a
-    step depends in one direction. Of other divisions every element may have a reciprocal of its own."""
+    """The divisions of a matrix by a number per row or by a single number, in no declared form, with a single direction
+    of the result of a step. In further divisions every element may have a reciprocal of its own."""
     rows = {("1",), (), (program.arguments[0].axes[0], "1")} if program.arguments[0].axes else set[Axes]()
     for division, step in enumerate(program.steps):
         if step.function == "divide" and "form" not in step.options and len(step.axes) == 2 and step.axes[1] != "1":
@@ -76,9 +76,9 @@ def divisions_of(program: Program, number: int) -> Iterator[int]:
 
 
 def with_form(program: Program, division: int, form: str) -> Program:
-    """The program with a division in one form; "approximate" is the product with one reciprocal for each divisor, the
-    last step, as rcp.approx gives. PTX documents 2 ulps for div.approx and div.full; all of 2^32 pairs that were
-    measured equal fl(a·rcp.approx(b)). A kernel with another approximation declares this form of its division."""
+    """The program with a division in a given form; "approximate" is the product with the same reciprocal for equal
+    divisors, the last step, as by rcp.approx. PTX documents 2 ulps for div.approx and div.full; all of 2^32 measured
+    pairs equal fl(a·rcp.approx(b)). A kernel with a different approximation declares this form of its division."""
     steps, step = list(program.steps), program.steps[division]
     if form == "approximate":
         dividend, divisor = step.operands
@@ -93,7 +93,7 @@ def with_form(program: Program, division: int, form: str) -> Program:
 
 
 def _turn(program: Program, start: int, number: int) -> Step | None:
-    """The first step between two steps whose result has no one direction with the number of the first one."""
+    """The first step between two steps whose result has no single direction with the number of the first step."""
     found = dependent(program, start)
     for other in sorted(found & _before(program, number)):
         step = program.steps[other]
@@ -104,7 +104,7 @@ def _turn(program: Program, start: int, number: int) -> Step | None:
 
 
 def dependent(program: Program, once: int) -> set[int]:
-    """The steps that depend on a step, and this step."""
+    """The steps after a step that depend on its result, and the step itself."""
     found = {once}
     for number, step in enumerate(program.steps):
         if found.intersection(step.operands):
@@ -113,7 +113,7 @@ def dependent(program: Program, once: int) -> set[int]:
 
 
 def _before(program: Program, number: int) -> set[int]:
-    """The steps that a step depends on, and this step."""
+    """The steps with an influence on a step, and the step itself."""
     found = {number}
     for earlier in range(number, -1, -1):
         if earlier in found:
@@ -125,11 +125,12 @@ def judge_scope(
     hidden: Interval, rows: torch.Tensor, ends_at: Callable[[torch.Tensor, torch.Tensor], Ends],
     judge: Callable[[torch.Tensor, Ends], Part], wrong: torch.Tensor,
 ) -> Scope:  # fmt: skip
-    """The rows of a result that one number of `hidden` (M, 1) explains, by the elements with more than one result.
+    """The rows of a result explained by a single number of `hidden` (M, 1), judged on the elements with several
+    results.
 
-    `rows`: the row of each of these elements (N,), int64. `ends_at(h, some)`: the ends of elements `some` with hidden
-    numbers h, float64. `judge(some, ends)`: what is accepted of them. `wrong`: bool (M,), rows that are wrong by
-    themselves.
+    `rows`: the rows of these elements (N,), int64. `ends_at(h, some)`: the ends of elements `some` with hidden
+    numbers h, float64. `judge(some, ends)`: their accepted results. `wrong`: bool (M,), rows with elements outside of
+    their intervals.
     """
     low, high = (end.flatten().clone() for end in (hidden.low, hidden.high))
     size = torch.maximum(low.abs(), high.abs())

@@ -15,7 +15,7 @@ from narrowgauge.spec.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST_NORMA
 
 _FLOAT64_UNIT = 2.0**-52
 _FIRST = 32
-"""Terms of a row whose lowest bits are looked at first."""
+"""Number of terms of a row for a first look at the lowest bits."""
 
 
 def total(x: Interval, depth: int | None = None, *, flushes: bool = False) -> Interval:
@@ -107,13 +107,13 @@ def _rows(rows: slice, x: torch.Tensor) -> torch.Tensor:
 
 
 def _finite_part(x: Interval) -> torch.Tensor:
-    """The largest finite magnitude that each term is known to have: that of a finite end, else 0."""
+    """The known finite magnitude of a term: the largest magnitude of its finite ends, else 0."""
     sizes = [torch.where(end.isfinite(), end.abs(), 0.0) for end in (x.low, x.high)]
     return torch.maximum(*sizes)
 
 
 def _quantum(magnitude: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """The power of two that all terms of a row are multiples of, (…, 1); of the first terms, if these rule exact sums
+    """The power of two that divides all terms of a row, (…, 1); of the first terms, if these rule exact sums
     out."""
     some = lowest_bit(magnitude[..., :_FIRST].contiguous()).unsqueeze(-1)
     if not bool((size <= 2.0**ACCUMULATOR_BITS * some).any()):
@@ -122,7 +122,7 @@ def _quantum(magnitude: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
 
 
 def _known(end: torch.Tensor, free: float, x: Interval) -> torch.Tensor:
-    """An end; NaN stays only in rows where a term has no number but NaN. ∞ − ∞ of possible terms is any number."""
+    """An end; NaN stays only in rows with a term of NaN alone. ∞ − ∞ of possible terms is any number."""
     return torch.where(end.isnan() & ~x.never.any(-1, keepdim=True), free, end)
 
 

@@ -84,7 +84,7 @@ ASKED = {
     ("quantize_both", "columnwise"), ("quantize_grouped", "columnwise"),
     ("gemm", "a.swizzled"), ("gemm", "b.transposed"), ("Linear", "swizzled"),
 }  # fmt: skip
-"""Requests that the backend of that time gets from cases.toml."""
+"""Requests of cases.toml to the backend of the time."""
 
 
 def calls(quantize, quantize_both, quantize_grouped):

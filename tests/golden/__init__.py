@@ -1,4 +1,4 @@
-"""The golden vectors: inputs, and the bytes that Transformer Engine's own references give for them.
+"""The golden vectors: inputs, and their bytes by Transformer Engine's own references.
 
 README.md beside this file says how they were made and names every array.
 """

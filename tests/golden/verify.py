@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent
 
 
 def problems(folder: Path = FOLDER) -> list[str]:
-    """A sentence for each golden file that is changed, missing or not listed."""
+    """A sentence per golden file that is changed, missing or not listed."""
     lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
     expected = {name: digest for digest, name in (line.split() for line in lines)}
     found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.npz")}

@@ -15,7 +15,7 @@ LONGEST_MESSAGE = 6000
 
 
 def refusal(*arguments: Any) -> str:
-    """The only line that a command prints before it ends with status 2."""
+    """The only line of a command before its exit status 2."""
     tracemalloc.start()
     try:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])

@@ -1,4 +1,4 @@
-"""A quantizer of the reference's steps, some of them wrong: kernels for the diagnosis to name."""
+"""A quantizer of the reference's steps, with wrong steps: kernels for the diagnosis to name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
-"""Mutants of the harness and the reference: single wrong changes, each of which the tests must catch.
+"""Mutants of the harness and the reference: single wrong changes; the tests must catch every change.
 
 `make mutants-harness`, or `python -m tests.mutants.run -k gate`. `mutants.toml` holds the changes. Each is applied to a
 copy of the checkout, in which the test files of the mutant run up to the first failure, without `cases/`. At the end
-the tests that caught mutants run on an unchanged copy, where all of them must pass.
+the successful tests run on an unchanged copy, and all must pass.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def element_codes(x: np.ndarray, scale: int, recipe: Recipe) -> np.ndarray:
 
 
 def packed(codes: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Codes (M, K) as they are stored: those of four bits two a byte, the first one low."""
+    """Codes (M, K) as they are stored: codes of four bits two a byte, the first code low."""
     if recipe.element.bits != 4:
         return codes
     even = np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))

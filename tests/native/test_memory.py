@@ -66,7 +66,7 @@ def sparse(x: torch.Tensor) -> torch.Tensor:
 LAYOUTS = (lambda x: x, lambda x: embedded(x.T.contiguous()).T, sparse)
 
 
-# Quantization. A NaN propagates, so that a single NaN from outside changes the result.
+# Quantization. A NaN propagates: a single NaN from outside changes the result.
 
 
 @pytest.mark.parametrize("name", fp8.KINDS)

@@ -174,7 +174,7 @@ def test_more_rows_than_the_grid_has_warps_are_padded() -> None:
 
 
 def test_subnormal_numbers_are_kept() -> None:
-    """CuPy appends -ftz=true to the flags of a kernel that it compiles itself."""
+    """CuPy appends -ftz=true to the flags of a kernel compiled by CuPy itself."""
     x = torch.arange(-64, 64, dtype=FP32).view(8, 16) * 2.0**-149
     assert x.count_nonzero() == 127, "the CPU keeps them"
     assert bits(ops.amax(there(x)).cpu()).tolist() == [64]

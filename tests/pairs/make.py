@@ -4,12 +4,12 @@ possible pair of values of two keys, and the full tier every possible triple of 
     python -m tests.pairs.make
 
 The cases of the other files are the seed. For an uncovered set of values, known cases get its values and up to three
-random values of other keys. The valid case that takes the least time for each uncovered set is added. A set without a
+random values of other keys. For an uncovered set, the valid case with the least time is added. A set without a
 valid case in `Array.tries` attempts counts as impossible, and so does a triple with an impossible pair. Cases of a file
-stay, and missing ones are added behind them, so that a new value of a key changes no id.
+stay, and missing cases are appended: a new value of a key changes no id.
 
-The fused contracts share their kernels, so they share a covering array: the operation is one more key, and a pair of
-other keys is covered by one of the operations.
+The fused contracts share their kernels, and share a covering array: the operation is a further key, and a pair of keys
+is covered by any operation.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from narrowgauge.harness.inputs.pairs import (
     sizes,
     values_of,
 )
+from narrowgauge.harness.operations.modules.case import ModuleCase
 from narrowgauge.spec.recipes import DEFAULT_DIALECT, find_recipe
 
 SIZES = (0, 1, 37, 48, 128)
@@ -48,8 +49,8 @@ SIZES = (0, 1, 37, 48, 128)
 LARGEST = 1 << 17
 """Work of a case at most, unless the smallest case of its operation has more."""
 _HEAD = """\
-# Every possible set of {0.size} values of different keys is in the {0.tier} tier: the sets that no other file has.
-# Written by `python -m tests.pairs.make`, which keeps these ids and adds missing ones behind them.
+# Every possible set of {0.size} values of different keys is in the {0.tier} tier: sets absent from all further files.
+# Written by `python -m tests.pairs.make`: these ids stay, and missing ids are appended.
 """
 
 
@@ -58,7 +59,7 @@ class Array:
     """A covering array: every possible set of `size` values of different keys is in the cases of a tier."""
 
     name: str
-    """Name of the files with the cases that no other file has. {} stands for an operation: a file has a limit."""
+    """Name of the files with new cases. {} stands for an operation: a file has a limit."""
     size: int
     tier: str
     tries: int
@@ -137,8 +138,10 @@ def _vector_dtypes(case: ContractCase) -> list[Key]:
 
 
 def _single(case: Case) -> str | None:
-    """Without modules made of other modules, which have the pairs themselves: a case would take a core-second."""
-    return None if case.operation in ("transformer-layer", "moe-layer") else _own(case)
+    """Modules share their sets. Modules made of modules have no array: a case would take a core-second."""
+    if case.operation in ("transformer-layer", "moe-layer"):
+        return None
+    return "modules" if isinstance(case, ModuleCase) else _own(case)
 
 
 OPERATION, DTYPES = "operation", "dtype of vectors"
@@ -191,7 +194,7 @@ class Domain:
         return {name: sorted(found[name]) for name in sorted(found)}
 
     def sets(self, size: int, possible: Collection[Values]) -> Iterator[Values]:
-        """All sets of values of different keys, sorted. Of more than two values, those whose pairs are possible."""
+        """All sets of values of different keys, sorted. Of more than two values, sets with possible pairs."""
         every = [(name, value) for name, values in self.values.items() for value in values]
         for chosen in combinations(every, size):
             pairs = combinations(chosen, 2)
@@ -205,7 +208,7 @@ class Domain:
         for number in range(tries):
             case: Case | None = draw.choice(self._cases)
             others = [(name, draw.choice(self.values[name])) for name in draw.sample(sorted(self.values), number % 4)]
-            # Twice: a value may be lost when another one is set, such as a size by sections.
+            # Twice: a value may be lost when a second value is set, for example a size by sections.
             for value in (*others, *values, *values):
                 case = None if case is None else self._changed(case, value, draw)
             if case is None:
@@ -254,14 +257,14 @@ class Domain:
 
 
 def _tests(case: Case, values: Values) -> bool:
-    """Whether a case has all these values and, if it is empty, one of them is a size of 0."""
+    """Whether a case has all these values and, if the case is empty, a size of 0 among them."""
     has = dict(_values(case))
     empty = 0 not in case.shape or any(value == "0" and name in sizes(case) for name, value in values)
     return empty and all(has.get(name) == value for name, value in values)
 
 
 def missing(cases: Iterable[Case], array: Array = PAIRS, tries: int = 0) -> Iterator[tuple[Values, Case]]:
-    """Sets of values that no case of the tier on a CPU has, each with the cheapest case for it. `tries`: 0 for those of
+    """Sets of values missing in the cases of the tier on a CPU, with their cheapest cases. `tries`: 0 for those of
     the array."""
     groups: dict[str, list[Case]] = defaultdict(list)
     for case in cases:

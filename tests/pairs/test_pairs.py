@@ -8,7 +8,7 @@ from tests.matrix import all_cases
 from tests.pairs.make import FUSED, PAIRS, SIZES, TRIPLES, missing, redundant
 
 FEW = 3
-"""Tries of a pair: enough that a new value of a key, which has many pairs, is noticed."""
+"""Tries of a pair: enough to notice a new value of a key with its many pairs."""
 REMEDY = "run: python -m tests.pairs.make"
 
 
@@ -63,7 +63,7 @@ def test_a_pair_that_no_case_has_gets_one(cases):
 
 @pytest.mark.long
 def test_fused_operations_share_their_pairs(cases):
-    """Every operation has every dtype and every class of K; a pair of two keys is in one of them."""
+    """Every operation has every dtype and every class of K; a pair of two keys is in any of the arrays."""
     covered = FUSED.sets_of_all(FUSED.chosen(cases))
     operations = {case.operation for case in cases if FUSED.group(case)}
     assert len(operations) == 9

@@ -35,8 +35,8 @@ def bounds(
     order, accumulator, subnormals, operands: as of `narrowgauge.assert_gemm`.
 
     Returns `lower` and `upper`, (M, N) of dtype `out_dtype`, on the device of the operands: `lower <= y <= upper` for a
-    correct output y, and both ends are correct outputs. Ends are equal if no order of additions can round. Then an
-    addend that may be fused gives two correct outputs, the ends, with none between. Special ends:
+    correct output y, and both ends are correct outputs. Ends are equal if no order of additions can round. Then a
+    possibly fused addend gives two correct outputs, the ends, and no output between. Special ends:
     - both NaN: only NaN is correct;
     - −inf and inf: overflow depends on the order, and any infinity or NaN is correct too;
     - −0 stands for both zeros, and so does 0: `assert_gemm` also judges the sign of a zero.

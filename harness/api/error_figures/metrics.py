@@ -19,7 +19,7 @@ from narrowgauge.spec.dtypes import INPUT_DTYPES
 from narrowgauge.spec.formats import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
 
 CHUNK = 1 << 24
-"""Elements of a chunk. Its temporaries have up to 100 bytes for each element."""
+"""Elements of a chunk. Its temporaries have up to 100 bytes per element."""
 _FORMATS = {
     torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.float8_e8m0fnu: E8M0, torch.float4_e2m1fn_x2: E2M1,
     torch.float8_e4m3fnuz: E4M3FNUZ, torch.float8_e5m2fnuz: E5M2FNUZ,
@@ -31,8 +31,8 @@ DTYPES = (*INPUT_DTYPES, *_FORMATS)
 class Metrics:
     """Figures of `actual` against `expected`, element by element. d is the difference actual − expected.
 
-    Two NaN are equal, also with different payloads and signs, and so are two infinities of one sign: their d is 0. d is
-    infinite for an element with NaN or an infinity on one side only, or with infinities of opposite signs.
+    Two NaN are equal, also with different payloads and signs, and two infinities of equal sign are equal: their d is 0.
+    d is infinite for an element with NaN or an infinity on one side only, or with infinities of opposite signs.
     """
 
     elements: int
@@ -40,11 +40,11 @@ class Metrics:
     unequal: int
     """Elements with different numbers. −0 and 0 are equal."""
     nan_mismatches: int
-    """Elements with NaN on one side only."""
+    """Number of elements with NaN on a single side."""
     inf_mismatches: int
     """Elements without NaN, with an infinity on one side only or with infinities of opposite signs."""
     zero_sign_mismatches: int
-    """Elements with −0 on one side and 0 on the other."""
+    """Number of elements with −0 on a side and 0 on the opposite side."""
     max_ulp: int
     """Largest distance in steps of the dtype of `expected`: 1 for neighbouring numbers, 0 for −0 and 0. Infinity is one
     step above the largest finite number. Elements with NaN are left out."""

@@ -44,9 +44,9 @@ class LibraryTolerance:
 
     library: str
     refused: float
-    """Share of the outputs at which a correct kernel can lie outside the tolerance."""
+    """Share of the outputs with correct kernels outside of the tolerance."""
     ulp: int
-    """Median of the error in ulp of the output that the tolerance accepts, to one side."""
+    """Median of the accepted error of the tolerance to a single side, in ulp of the output."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Tolerance:
     """M, K and N."""
     out_dtype: str
     family: str
-    """Input family of both operands before they are quantized."""
+    """Input family of both operands before quantization."""
     evaluated: tuple[int, int]
-    """Rows of a and of b that were evaluated. K is whole."""
+    """Number of evaluated rows of a and of b. K is whole."""
     relative_error: float
     """Relative Frobenius error of the product of the quantized operands, before any rounding of a kernel, against the
     product of the inputs."""
@@ -100,7 +100,7 @@ def tolerance(
     seed: int = 0,
     rows: int = SAMPLE,
 ) -> Tolerance:
-    """The error of quantization and the tolerance that a correct GEMM kernel needs.
+    """The error of quantization, and the necessary tolerance of a correct GEMM kernel.
 
     shape: (M, K, N). At most `rows` rows of a and of b are made and evaluated, with all of K.
     recipe: recipe of both operands. out_dtype: float32, bfloat16 or float16.

@@ -1,4 +1,4 @@
-"""Results of a kernel that draws its own random bits: calls of a function, or recorded results."""
+"""Results of a kernel with random bits of its own: calls of a function, or recorded results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from narrowgauge.reference.quantize.layout import elements
 from narrowgauge.spec.quantized import Quantized
 
 SECOND_SEED = 1 << 30
-"""Seed of the call that is compared with the first call."""
+"""Seed of the call compared with the first call."""
 _PARTS = ("codes", "scales", "amax", "tensor_scale")
 
 

@@ -28,16 +28,16 @@ DIAGNOSES = ("quick", "full")
 
 @dataclass
 class Judgement:
-    """What an assertion found, before the diagnosis."""
+    """The result of an assertion, before the diagnosis."""
 
     outcome: Outcome
     label: str
     """Recipe and shape: `nvfp4 2048x2048`."""
     subject: torch.Tensor
-    """The tensor whose dtype and device the report names."""
+    """The tensor with the dtype and device of the report."""
     diagnose: str
     saved: dict[str, Any] = field(default_factory=dict)
-    """Arguments that are saved instead of those of the call: recorded results in place of a function."""
+    """Arguments saved in place of the call's arguments: recorded results in place of a function."""
 
 
 Judge = Callable[..., Judgement]
@@ -45,7 +45,7 @@ _JUDGES: dict[Callable[..., None], Judge] = {}
 
 
 def assertion(judge: Callable[P, Judgement]) -> Callable[P, None]:
-    """The function that raises `WrongResult` if the judgement of `judge` is that the result is wrong."""
+    """The function that raises `WrongResult` if `judge` finds the result wrong."""
 
     @functools.wraps(judge)
     def assert_correct(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -132,7 +132,7 @@ def _diagnose(outcome: Outcome, limit: WorkLimit) -> tuple[list[dict[str, Any]],
 def _with_reproduction(
     verdict: Verdict, judgement: Judgement, judge: Judge, args: Any, kwargs: Mapping[str, Any]
 ) -> Verdict:
-    """The verdict with the command that repeats the failure; the arguments are saved for it."""
+    """The verdict with a command that repeats the failure on saved arguments."""
     bound = inspect.signature(judge).bind(*args, **kwargs)
     # Arguments without a name of their own are saved by the judge, under the names that it gives them.
     unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

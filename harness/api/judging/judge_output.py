@@ -1,4 +1,4 @@
-"""Judging the output of a GEMM by the bounds of the reference, computed only where they are needed.
+"""Judging the output of a GEMM by the bounds of the reference, computed only for the necessary elements.
 
 An output with the bits of the reference is correct in any order of summation, except for simulated tensor cores and
 decoded operands. The bounds of the other outputs are

@@ -18,8 +18,8 @@ from narrowgauge.harness.operations.stages.rows import COUNTS, Independent, rows
 def assert_rows_independent(function: Callable[..., Any], *inputs: torch.Tensor, unit: int = 1) -> None:
     """Assert that each row of the results has the same bytes in another place, beside other rows, and alone.
 
-    function: any function of tensors; no contract is needed. It is called with these inputs, and with a part of their
-    rows. Bind arguments that all rows share by functools.partial or a lambda.
+    function: any function of tensors; no contract is needed. The function is called with these inputs, and with a part
+    of their rows. Bind shared arguments of all rows by functools.partial or a lambda.
     inputs: tensors (M, …) of one M, at least two units. The rows of row m of a result are those with number m.
     unit: rows that belong together, such as 128 for scales of 128x128 blocks; M is a multiple.
 

@@ -1,1 +1,1 @@
-"""Backends that call other libraries: a file per library, which imports the library on use only."""
+"""Backends of libraries: a file per library, which imports the library on use only."""

@@ -30,7 +30,7 @@ class Backend:
         library("comfy_kitchen", _INSTALL)
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
-        """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
+        """`x` (…, K). Raises NotImplementedError for refused recipes, shapes and options."""
         kitchen = library("comfy_kitchen", _INSTALL)
         name = base_name(recipe, _RECIPES, options)
         x = matrix(x, block=32, rows=32)

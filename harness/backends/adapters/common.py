@@ -1,4 +1,4 @@
-"""Parts shared by the adapters: loading a library, and refusing arguments that a library does not take."""
+"""Parts shared by the adapters: loading a library, and refusing arguments unknown to a library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_gpu(x: torch.Tensor, library_name: str) -> None:
 
 
 def plain_library(module: str, install: str, stand_ins: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
-    """A Python module of a library whose compiled parts may be missing, and which the module does not need.
+    """A Python module of a library, also without the compiled parts of the library.
 
     The library is imported as usual, if it can be. Else the module is loaded without the `__init__` of the packages
     around it, which import the compiled parts. `stand_ins`: attributes of the modules that take the place of modules of
@@ -42,7 +42,7 @@ def plain_library(module: str, install: str, stand_ins: Mapping[str, Mapping[str
 
 
 _LOADED: dict[str, Any] = {}
-"""Modules that `plain_library` has loaded."""
+"""Modules loaded by `plain_library`."""
 
 
 def _load(module: str, install: str, stand_ins: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -73,7 +73,7 @@ def _load(module: str, install: str, stand_ins: Mapping[str, Mapping[str, Any]])
 
 
 def _forget(own: set[str], before: Mapping[str, ModuleType]) -> None:
-    """Bring back the modules of the packages `own` as they were, so that a later import of the library starts anew."""
+    """Restore the modules of the packages `own`: a later import of the library starts anew."""
     for name in [name for name in sys.modules if name.partition(".")[0] in own]:
         del sys.modules[name]
     sys.modules.update(before)

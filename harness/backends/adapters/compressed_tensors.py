@@ -29,7 +29,7 @@ class Backend:
         library("compressed_tensors", _INSTALL)
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
-        """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
+        """`x` (…, K). Raises NotImplementedError for refused recipes, shapes and options."""
         name = base_name(recipe, self.dialects, options)
         module = library("compressed_tensors.quantization", _INSTALL)
         utils = library("compressed_tensors.quantization.utils", _INSTALL)

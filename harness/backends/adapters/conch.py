@@ -39,14 +39,14 @@ class Backend:
             raise ValueError("the Triton kernels need --device cuda")
 
     def scaled_gemm(self, a: Quantized, b: Quantized, *, out_dtype: str = "bfloat16") -> torch.Tensor:
-        """`gemm` with a dtype by name. Raises NotImplementedError for other recipes, batches and transposed codes."""
+        """`gemm` with a dtype by name. Raises NotImplementedError for refused recipes, batches and transposed codes."""
         if not (isinstance(a, Quantized) and isinstance(b, Quantized)) or a.transposed or b.transposed:
             raise NotImplementedError(f"scaled_gemm takes two matrices of codes along K, not {a} and {b}")
         return self.gemm(a, b, out_dtype=getattr(torch, out_dtype))
 
     def weight_only_gemm(self, a: torch.Tensor, b: Quantized) -> torch.Tensor:
         """`a` (M, K) in 16 bits, `b` (N, K) of INT4 in groups of 128: (M, N). Scales and zero points are rounded to the
-        dtype of a. Raises NotImplementedError for other recipes, batches, and K that is no multiple of a group."""
+        dtype of a. Raises NotImplementedError for refused recipes, batches, and K that is no multiple of a group."""
         base_name(b.recipe, _WEIGHTS, {})
         if not isinstance(b, Quantized) or b.shape[1] % 128:
             raise NotImplementedError(f"mixed_precision_gemm takes a matrix with K % 128 = 0, not {b}")
@@ -59,7 +59,7 @@ class Backend:
         return output
 
     def gemm(self, a: Quantized, b: Quantized, *, out_dtype: torch.dtype) -> torch.Tensor:
-        """`a` (M, K), `b` (N, K): the output (M, N). Raises NotImplementedError for other recipes."""
+        """`a` (M, K), `b` (N, K): the output (M, N). Raises NotImplementedError for refused recipes."""
         if base_name(a.recipe, _RECIPES, {}) != base_name(b.recipe, _RECIPES, {}):
             raise NotImplementedError(f"the adapter takes operands of one recipe, not {a.recipe} and {b.recipe}")
         dtype = torch.int8 if str(a.recipe) == "int8-row" else torch.float8_e4m3fn

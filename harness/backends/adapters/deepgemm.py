@@ -40,7 +40,7 @@ class Backend:
         plain_library("deep_gemm.utils.math", _INSTALL)
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
-        """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
+        """`x` (…, K). Raises NotImplementedError for refused recipes, shapes and options."""
         function, powers, block = _CASTS[base_name(recipe, _CASTS, options)]
         x = matrix(x, block=block)
         packed = {"use_packed_ue8m0": True} if self._packed else {}

@@ -35,7 +35,7 @@ class Backend:
         plain_library("flashinfer.trace.templates.quantize", _INSTALL)
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
-        """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
+        """`x` (…, K). Raises NotImplementedError for refused recipes, shapes and options."""
         name = base_name(recipe, _TEMPLATES, options)
         x = matrix(x, block=16 if name == "nvfp4" else 32)
         templates = plain_library("flashinfer.trace.templates.quantize", _INSTALL)

@@ -29,7 +29,7 @@ class Backend:
             raise ValueError(f"device {device}: gguf quantizes on the CPU; use --device cpu")
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
-        """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
+        """`x` (…, K). Raises NotImplementedError for refused recipes, shapes and options."""
         base_name(recipe, self.dialects, options)
         x = matrix(x, block=32)
         quants = library("gguf", _INSTALL).quants

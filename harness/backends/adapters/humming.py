@@ -19,7 +19,7 @@ _MODES: dict[str, dict[str, Any]] = {
     "fp8-block-1x128-e4m3-fp32": {"quant_mode": "dynamic_group", "quant_group_size": 128},
     "mxfp8-e4m3": {"quant_mode": "dynamic_group", "quant_group_size": 32, "group_scale_dtype": "float8e8m0"},
 }
-"""Arguments of `process_input` for each recipe."""
+"""Arguments of `process_input` by recipe."""
 _FP4, _INT4, _FP8 = ({"dtype": name} for name in ("float4e2m1", "uint4", "float8e4m3"))
 _WEIGHTS: dict[str, dict[str, Any]] = {
     "int4-g128": _INT4 | {"group_size": 128},
@@ -28,9 +28,9 @@ _WEIGHTS: dict[str, dict[str, Any]] = {
     "nvfp4": _FP4 | {"group_size": 16, "scale_dtype": "float8e4m3", "scale_2_type": "tensor"},
     "fp8-block-128x128-e4m3-fp32": _FP8 | {"group_size": 128, "group_size_n": 128},
 }
-"""Weights of `HummingLayer` for each recipe."""
+"""Weights of `HummingLayer` by recipe."""
 _CHANNEL: dict[str, dict[str, Any]] = {"fp8-row-e4m3": _FP8 | {"scale_type": "channel"}}
-"""The same with one scale for a row, whose sums are rounded before the scale."""
+"""The same with a scale per row; the sums are rounded before the scale."""
 VARIANTS = ("channel",)
 _DIALECT = {"nvfp4": "modelopt"}
 """Its scale of the tensor is the decode scale, as the kernel takes it."""
@@ -62,7 +62,7 @@ class Backend:
             raise ValueError("the kernels need --device cuda")
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
-        """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
+        """`x` (…, K). Raises NotImplementedError for refused recipes, shapes and options."""
         name = base_name(recipe, _MODES, options)
         x = matrix(x, block=128)
         codes, groups, rows = library("humming.ops", _INSTALL).process_input(
@@ -73,7 +73,7 @@ class Backend:
         return codes, groups.view(torch.uint8) if name == "mxfp8-e4m3" else groups
 
     def weight_only_gemm(self, a: torch.Tensor, b: Quantized) -> torch.Tensor:
-        """`a` (M, K) in 16 bits, `b` (N, K): (M, N). Raises NotImplementedError for other recipes, batches, and N or
+        """`a` (M, K) in 16 bits, `b` (N, K): (M, N). Raises NotImplementedError for refused recipes, batches, and N or
         K that is no multiple of 128."""
         name = base_name(b.recipe, self._weights, {})
         if not isinstance(b, Quantized) or b.transposed or b.shape[0] % 128 or b.shape[1] % 128:

@@ -32,7 +32,7 @@ class Backend:
             raise ValueError(f"device {device}: this adapter runs JAX on the CPU; use --device cpu")
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
-        """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
+        """`x` (…, K). Raises NotImplementedError for refused recipes, shapes and options."""
         mode, block = _MODES[base_name(recipe, _MODES, options)]
         x = matrix(x, block=block)
         largest = amax(x) if mode == "nvfp4" else None
@@ -44,7 +44,8 @@ class Backend:
 
 @cache
 def _compiled(mode: str) -> Any:
-    """The quantizer of a mode, of an array and its global scale. Were the scale a constant, XLA would reorder by it."""
+    """The quantizer of a mode, of an array and its global scale. With a constant scale, XLA would reorder the
+    operations."""
     jax = library("jax", _INSTALL)
     quantize = library("jax._src.cudnn.scaled_matmul_stablehlo", _INSTALL).quantize
     return jax.jit(lambda x, decode: quantize(x, jax.nn.get_scaled_dot_general_config(mode, decode)))

@@ -40,7 +40,7 @@ class Backend:
         library("mx.mx_ops", _INSTALL)
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
-        """`x` (…, K). Raises NotImplementedError for other recipes, shapes, dtypes and options."""
+        """`x` (…, K). Raises NotImplementedError for refused recipes, shapes, dtypes and options."""
         element = _FORMATS[base_name(recipe, _FORMATS, options)]
         if x.dtype is not torch.float32:
             raise NotImplementedError(

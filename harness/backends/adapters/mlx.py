@@ -37,7 +37,7 @@ class Backend:
             raise ValueError(f"device {device}: this adapter runs MLX on the CPU; use --device cpu")
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
-        """`x` (…, K) in the mode of `recipe`. Raises NotImplementedError for other recipes, shapes and options."""
+        """`x` (…, K) in the mode of `recipe`. Raises NotImplementedError for refused recipes, shapes and options."""
         mode, block = _MODES[base_name(recipe, _MODES, options)]
         x = matrix(x, block=block)
         mx = library("mlx.core", _INSTALL)

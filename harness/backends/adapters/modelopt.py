@@ -35,7 +35,7 @@ class Backend:
         library("modelopt.torch.quantization.qtensor", _INSTALL)
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
-        """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
+        """`x` (…, K). Raises NotImplementedError for refused recipes, shapes and options."""
         name = base_name(recipe, self.dialects, options)
         types = library("modelopt.torch.quantization.qtensor", _INSTALL)
         x = matrix(x, block={"nvfp4": 16, "fp8-block-1x128-e4m3-fp32": 128}.get(name, 32))

@@ -89,7 +89,7 @@ class Backend:
         return y
 
     def gemm(self, a: Quantized, b: Quantized, *, out_dtype: torch.dtype) -> torch.Tensor:
-        """`a` (M, K), `b` (N, K): the output (M, N). Raises NotImplementedError for other recipes, for row scales
+        """`a` (M, K), `b` (N, K): the output (M, N). Raises NotImplementedError for refused recipes, for row scales
         with float32 outputs on a GPU, and for blocks on a CPU."""
         if str(a.recipe) in _BLOCKS:
             return _blocks(a, b, out_dtype)
@@ -106,7 +106,7 @@ class Backend:
     def gemm_grouped(
         self, a: GroupedQuantized, b: list[Quantized], *, out_dtype: torch.dtype
     ) -> torch.Tensor:  # fmt: skip
-        """`torch._scaled_grouped_mm` of rows, on a GPU. Raises NotImplementedError for other recipes and outputs."""
+        """`torch._scaled_grouped_mm` of rows, on a GPU. Raises NotImplementedError for refused recipes and outputs."""
         names = {base_name(q.recipe, ("fp8-row-e4m3",), {}) for q in (a, *b)}
         if not names or not a.codes.is_cuda or out_dtype is not torch.bfloat16:
             raise NotImplementedError("torch._scaled_grouped_mm is for a GPU, and gives bfloat16")

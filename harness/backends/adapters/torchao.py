@@ -58,7 +58,7 @@ class Backend:
             raise ValueError("the Triton kernels need --device cuda")
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
-        """`x` (…, K). Raises NotImplementedError for other recipes, shapes, dtypes and options."""
+        """`x` (…, K). Raises NotImplementedError for refused recipes, shapes, dtypes and options."""
         name = base_name(recipe, self.dialects, options)
         if self._variant == "triton":
             return _triton(x, name)

@@ -54,7 +54,7 @@ class Backend:
         _reference("reference_nvfp4")
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
-        """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
+        """`x` (…, K). Raises NotImplementedError for refused recipes, shapes and options."""
         name = base_name(recipe, self.dialects, options)
         rows = 16 if "-2d" in name else 1
         x = matrix(x, block=16 if name in _NVFP4 else 1, rows=rows)
@@ -68,7 +68,7 @@ class Backend:
         return result.data, result.scale, result.global_amax_row.view(-1)
 
     def gemm(self, a: Quantized, b: Quantized, *, out_dtype: torch.dtype) -> torch.Tensor:
-        """`a` (M, K), `b` (N, K): the output (M, N) of `qgemm`. Raises NotImplementedError for other recipes."""
+        """`a` (M, K), `b` (N, K): the output (M, N) of `qgemm`. Raises NotImplementedError for refused recipes."""
         if {base_name(q.recipe, self.dialects, {}) for q in (a, b)} != {"nvfp4"}:
             raise NotImplementedError(f"no product of {a.recipe} and {b.recipe}")
         if a.shape[1] % 32 or b.shape[0] % 8:

@@ -39,7 +39,7 @@ class Backend:
             self.declares.update(dict.fromkeys((*self._NORMS, *self._ACTIVATIONS), "vllm-cpu"))
 
     def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Any:
-        """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
+        """`x` (…, K). Raises NotImplementedError for refused recipes, shapes and options."""
         name = base_name(recipe, self.dialects, options)
         x = matrix(x, block=16 if name == "nvfp4" else 32)
         if name == "mxfp8-e4m3":

@@ -51,11 +51,11 @@ DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "flo
 _OPTION = "option_"
 """Beginning of the names of fields with options: an option may have the name of any attribute of a case."""
 _AIMED = re.compile(r"aimed:[^/+]+:\d+", re.ASCII)
-"""Inputs that show a mistake, by its name and a seed."""
+"""Inputs for a mistake, by its name and a seed."""
 _OVERFLOWS = "amax-largest-first"
-"""The family whose products of matrices overflow."""
+"""The family of overflowing products of matrices."""
 _STORED = ("stored", "batch", "scales")
-"""Keys of the cases of a contract that takes quantized matrices."""
+"""Keys of the cases of a contract with quantized matrices."""
 _FEW = ("ladder", "position", "one-hot", "geometric")
 """Families of the usual cases of further shapes, beside `normal`."""
 _CACHES = tuple(
@@ -91,11 +91,11 @@ class ContractCase(Case):
     kinds: ClassVar[tuple[Kind, ...]] = (Kind.CONTRACT,)
     smallest_first: ClassVar[bool] = False
     seconds: ClassVar[tuple[float, float]] = (20e-3, 300e-9)
-    """A contract has about 20 steps, each on two ends in float64."""
+    """A contract has about 20 steps, with two ends in float64 per step."""
     bytes_per_element: ClassVar[int] = 160
     """Results, their ends, and codes of both ends; the steps are evaluated in slabs of rows."""
     declared: ClassVar[Declared]
-    """What the contract takes."""
+    """The arguments of the contract."""
 
     view: View = "contiguous"
 
@@ -140,7 +140,7 @@ class ContractCase(Case):
 
     @property
     def request(self) -> Request:
-        """The arguments that decide the steps."""
+        """The arguments with an influence on the steps."""
         chosen, free = getattr(self, "dtype", ""), _free(self.declared)
         dtypes = {
             name: DTYPES[getattr(self, f"{name}_dtype", None) or chosen] if name in free else kinds[0]
@@ -154,7 +154,7 @@ class ContractCase(Case):
 
     @property
     def _of_dialect(self) -> Mapping[str, Any]:
-        """The fields of the dialect of the recipe, if it is one of the contract."""
+        """The fields of the dialect of the recipe, if the contract has the dialect."""
         dialect = find_recipe(self.recipe_names[0]).dialect if self.recipe_names else ""
         return self.declared.dialects.get(dialect, {})
 
@@ -165,7 +165,7 @@ class ContractCase(Case):
 
     @property
     def passed(self) -> dict[str, Any]:
-        """Options that a kernel is given: those that differ from their defaults."""
+        """Options passed to a kernel: values different from their defaults."""
         given = {name: getattr(self, f"{_OPTION}{name}") for name in self.declared.options}
         fields = self.declared.fields
         own = (*fields, RANKS, PAGE_LAYOUT) if self.declared.caches or self.declared.of_ranks else fields
@@ -205,21 +205,21 @@ class ContractCase(Case):
 
     @classmethod
     def family_problem(cls, name: Any) -> str | None:
-        """Why a value is no input family: the families of the types, and those that `narrowgauge contract --aim`
-        prints, or None."""
+        """Why a value is no input family: the families of the types, and the families printed by `narrowgauge contract
+        --aim`, or None."""
         aimed = isinstance(name, str) and _AIMED.fullmatch(name)
         return None if aimed else super().family_problem(name)
 
     @property
     def tensors(self) -> dict[str, tuple[str, ...]]:
-        """Axes of the tensors that the contract takes: of a quantized matrix, its codes, scales and amax."""
+        """Axes of the tensors of the contract: of a quantized matrix, its codes, scales and amax."""
         if not self.declared.quantized and not self.declared.caches and not self.declared.of_ranks:
             return {name: axes for name, (_, axes, _) in self.declared.tensors.items()}
         return {argument.name: argument.axes for argument in self.program.arguments}
 
     @property
     def axes(self) -> Mapping[str, Axis]:
-        """Axes in whole blocks of what is quantized, and in equal parts of what is divided."""
+        """Axes in whole blocks of quantized steps, and in equal parts of divided steps."""
         units = self._units
         named = set(self.program.tables.values())  # an index names their elements, so that none can be left out
         if self.declared.caches or self.declared.routed:
@@ -229,7 +229,7 @@ class ContractCase(Case):
         }
 
     def stages(self) -> tuple[str, ...]:
-        """Names of the results that a kernel may leave out, of a quantization that has a name its codes."""
+        """Names of the results that a kernel may leave out; for a named quantization, the name of its codes."""
         if self.declared.of_ranks:
             return ()
         steps = ((name, self.program.steps[number]) for name, number in self.program.outputs.items())
@@ -244,7 +244,7 @@ class ContractCase(Case):
 
     @property
     def _units(self) -> dict[str, int]:
-        """The sizes of which each axis is a multiple."""
+        """Divisor of the size of an axis, by its name."""
         units: dict[str, int] = {}
         for step in self.program.steps:
             blocks = (1,) * len(step.axes)
@@ -259,7 +259,7 @@ class ContractCase(Case):
         return units
 
     def problem(self) -> str | None:
-        """Why allowed values exclude one another, and why the function is no contract."""
+        """Reason if allowed values exclude one another, or if the function is no contract; else None."""
         try:
             axes = {axis for step in self.program.steps for axis in step.axes}
         except ContractError as error:
@@ -275,7 +275,19 @@ class ContractCase(Case):
             return f"{RANKS} is {self.ranks}; a group has 2 to {_MOST_RANKS} processes"
         if self.declared.caches and (wrong := self._cache_problem()):
             return wrong
+        if wrong := self._inputs_problem():
+            return wrong
         return view_problem(self.view, getattr(self, "dtype", ""))
+
+    def _inputs_problem(self) -> str | None:
+        """Why the recipe of the activations has no such inputs: under one scale for the whole tensor, an activation of
+        many bits is rounded, and other sums give other bytes."""
+        if self.declared.of_experts and self.inputs == "exact-sums":
+            for name in (step.options["recipe"] for step in self.program.steps if step.function == QUANTIZE):
+                recipe = find_recipe(name)
+                if recipe.tensor_scale != "none" or recipe.whole:
+                    return f"inputs is {self.inputs!r}, but {recipe} has a scale of the whole tensor; use 'one-hot-k'"
+        return None
 
     def _rotation_problem(self) -> str | None:
         """Why a recipe cannot rotate the columns of a step that it quantizes."""
@@ -329,7 +341,7 @@ class ContractCase(Case):
 
     @classmethod
     def shapes_of(cls, recipe: str | None, dtype: str) -> list[tuple[int, ...]]:
-        """Shapes of the usual cases: some whole blocks, a single row, rows and columns that fill no tile, and many
+        """Shapes of the usual cases: whole blocks, a single row, partial tiles of rows and columns, and many
         columns."""
         try:
             unit = cls.example(recipe, dtype)._units
@@ -402,6 +414,8 @@ class ContractCase(Case):
                         raise ValueError(wrong)
                     case = cls._made(recipe, dtype, tuple(shape), {**more, **fields, "inputs": family, "file": file})
                     wrong = case.problem()
+                    if families is None and case._inputs_problem():
+                        continue
                     if wrong and not any(name.startswith(_OPTION) for name in more):
                         raise ValueError(f"{case.id}: {wrong}")
                     if not wrong:  # a page layout may be for other recipes
@@ -437,7 +451,7 @@ class ContractCase(Case):
 
     @classmethod
     def _made(cls, recipe: str | None, dtype: str, shape: tuple[int, ...], fields: Mapping[str, Any]) -> ContractCase:
-        """A case with these values, and the defaults of the others."""
+        """A case with these values, and defaults for all further keys."""
         names = cls.__dataclass_fields__
         given: dict[str, Any] = {"shape": shape, "inputs": "normal"}
         if recipe is not None:
@@ -449,14 +463,14 @@ class ContractCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class ProductCase(ContractCase):
-    """A contract that takes quantized matrices: how they are stored, and how many products a call has."""
+    """A contract of quantized matrices: storage of the matrices, and number of products per call."""
 
     stored: Annotated[Literal["nt", "nn", "tn", "tt"], Flag.CHANGED] = "nt"
     """Storage of the first matrix, n: (M, K), t: (K, M); and of the others, t: (N, K), n: (K, N)."""
     batch: Annotated[int, count("products of a batch", 1 << 16), Flag.NAMED] = 0
     """Number of products of tensors with a further axis in front, each with its own scales; 0: one of matrices."""
     scales: Annotated[ScaleLayout, Flag.CHANGED] = LINEAR
-    """Layout of the block scales of every operand whose scales have one byte."""
+    """Layout of the block scales of every operand with scales of a byte."""
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -488,7 +502,7 @@ class ProductCase(ContractCase):
         return LINEAR if recipe.scale is FP32 else self.scales
 
     def problem(self) -> str | None:
-        """Why the matrices cannot be stored so."""
+        """Reason against this storage of the matrices, or None."""
         bytes_ = []
         for name in self.declared.quantized:
             recipe = self.recipe_of(name)
@@ -507,19 +521,20 @@ class ProductCase(ContractCase):
 def recipes_of(
     contracts: Sequence[type[ContractCase]], recipes: Sequence[str]
 ) -> dict[type[ContractCase], Sequence[str]]:
-    """The recipes of each contract of a file. A contract without a parameter `Recipe` has none, if another has one."""
+    """The recipes of each contract of a file. A contract without a parameter `Recipe` has no recipe, if a contract of
+    the file has the parameter."""
     takes = any(cls.declared.recipes for cls in contracts)
     return {cls: recipes if cls.declared.recipes or not takes else () for cls in contracts}
 
 
 def no_recipe_note(contracts: Sequence[type[ContractCase]], recipes: Sequence[str]) -> str:
-    """A sentence with the contracts to which given recipes do not apply; empty if there are none."""
+    """A sentence with the contracts to which given recipes do not apply; empty without such contracts."""
     without = [cls.operation for cls, names in recipes_of(contracts, recipes).items() if recipes and not names]
     return f"{', '.join(recipes)} does not apply to {', '.join(without)}: no recipe in the signature" if without else ""
 
 
 def _free(declared: Declared) -> tuple[str, ...]:
-    """The tensors that can have several dtypes."""
+    """The tensors with a choice of dtypes."""
     return tuple(name for name, (_, _, dtypes) in declared.tensors.items() if len(dtypes) > 1)
 
 
@@ -531,15 +546,15 @@ def _sizes(declared: Declared) -> list[str]:
 
 
 def _recipe_fields(declared: Declared) -> Iterator[tuple[str, str]]:
-    """Each parameter that names a recipe, with the field of the case: `recipe` is the parameter of this name, or the
-    first one."""
+    """The recipe parameters, with the fields of the case: `recipe` is the parameter of this name, or the first recipe
+    parameter."""
     main = "recipe" if "recipe" in declared.recipes else next(iter(declared.recipes), "")
     for name in declared.recipes:
         yield name, "recipe" if name == main else name
 
 
 def _among(values: tuple[Any, ...]) -> Check:
-    """Check that a value is one of the words or numbers of an option."""
+    """Check that a value is a word or number of an option."""
 
     def check(value: Any) -> str | None:
         right = not isinstance(value, bool) and value in values
@@ -560,7 +575,7 @@ def _families(declared: Declared) -> dict[str, Any]:
 
 
 def case_class(declared: Declared) -> type[ContractCase]:
-    """The case class of a contract. Raises ContractError for a parameter that has the name of another key."""
+    """The case class of a contract. Raises ContractError for a parameter with the name of an existing key."""
     at = f"{declared.file}:{declared.line}: {declared.name}"
     sizes = _sizes(declared)
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []

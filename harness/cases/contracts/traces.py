@@ -1,8 +1,8 @@
-"""The contracts of a file, as data: what they take, and their steps for dtypes, recipes and options.
+"""The contracts of a file, as data: their arguments, and their steps for dtypes, recipes and options.
 
 A process of its own imports the file (`narrowgauge.contract.traced_file`). Its answers are kept for the processes of a
-run in a folder that the environment variable NARROWGAUGE_TRACES names, as long as the files that it imported stay as
-they are. The first process that needs an answer makes the folder, and removes it at its end.
+run, in the folder of the environment variable NARROWGAUGE_TRACES, until an imported file changes. The first process in
+need of an answer makes the folder, and removes the folder at its end.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ VARIABLE = "NARROWGAUGE_TRACES"
 """Environment variable with the folder of the answers of a run."""
 _PACKAGE = Path(__file__).parents[3]
 _SECONDS = 120.0
-"""Seconds that the import of a file may take: torch and compiled extensions are behind it."""
+"""Largest number of seconds of the import of a file, with torch and compiled extensions."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of a contract that decide its steps."""
+    """The arguments of a contract with an influence on its steps."""
 
     dtypes: Mapping[str, str]
     """Dtype of each tensor."""
@@ -46,14 +46,15 @@ class Request:
 
 
 Answer = Mapping[str, str]
-"""The steps of a request as JSON, under `program`, or the reason why there are none, under `error`."""
+"""The steps of a request as JSON, under `program`, or the reason for no steps, under `error`."""
 Tracer = Callable[[list[Request]], Mapping[str, Answer]]
-"""From requests to answers by the keys of the requests, and all others that are known; none: the usual ones."""
+"""Function from requests to answers by the keys of the requests, with all further known answers; without a request: the
+usual answers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Declared:
-    """A contract: what it takes, as `narrowgauge.contract.Contract.description` says."""
+    """A contract: its arguments, as of `narrowgauge.contract.Contract.description`."""
 
     name: str
     file: str
@@ -64,20 +65,20 @@ class Declared:
     tensors: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]]
     """Type, axes and accepted dtypes of each tensor."""
     recipes: Mapping[str, str]
-    """Default of each argument that names a recipe; empty: none."""
+    """Defaults of the recipe arguments; empty: none."""
     options: Mapping[str, Any]
     """Defaults of the options."""
     choices: Mapping[str, tuple[Any, ...]]
-    """All values of an option that has few."""
+    """All values of an option with choices."""
     flags: tuple[str, ...]
     """The options of the type `Flag`."""
     rows: str
-    """"independent" if a row has the same bytes beside any other rows, else empty."""
+    """"independent" if a row has the same bytes in every batch, else empty."""
     tracer: Tracer
     dialects: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Values of the options by the names of dialects."""
     by_name: tuple[str, ...] = ()
-    """Tensors that are passed by name, if the steps use them."""
+    """Tensors passed by name, if used by the steps."""
 
     @cached_property
     def _answers(self) -> dict[str, Answer]:
@@ -89,7 +90,7 @@ class Declared:
         return {}
 
     def program(self, request: Request) -> Program:
-        """The steps of a request. Raises ContractError with file and line for a function that is no contract."""
+        """The steps of a request. Raises ContractError, with file and line, if the function is no contract."""
         key = request.key
         if key not in self._programs:
             if key not in self._answers:
@@ -102,17 +103,17 @@ class Declared:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The options that say how kernels differ, and that no kernel is given."""
+        """The fields: options about differences of kernels, passed to no kernel."""
         return tuple(name for name in self.choices if name not in self.flags)
 
     @property
     def sequences(self) -> bool:
-        """Whether rows attend to the tokens of their requests, so that all inputs fit together."""
+        """Whether rows attend to the tokens of their requests: all inputs must fit together."""
         return any(kind == "QueryLengths" for kind, _, _ in self.tensors.values())
 
     @property
     def of_ranks(self) -> tuple[str, ...]:
-        """The arguments of which each rank of a group has its own."""
+        """The arguments with a tensor per rank of a group."""
         return tuple(name for name, (kind, _, _) in self.tensors.items() if kind in ("Ranks", "QuantizedRanks"))
 
     @property
@@ -122,17 +123,17 @@ class Declared:
 
     @property
     def of_experts(self) -> bool:
-        """Whether tokens name the experts whose quantized matrices multiply them."""
+        """Whether tokens are multiplied by quantized matrices of their experts."""
         return self.routed and bool(self.quantized)
 
     @property
     def quantized(self) -> tuple[str, ...]:
-        """The arguments that are quantized matrices."""
+        """The quantized arguments."""
         return tuple(name for name, (kind, _, _) in self.tensors.items() if kind == "Codes")
 
     @property
     def caches(self) -> tuple[str, ...]:
-        """The arguments that are caches."""
+        """The cache arguments."""
         return tuple(name for name, (kind, _, _) in self.tensors.items() if kind == "Cache")
 
     @cached_property
@@ -170,11 +171,11 @@ def declared(entry: Mapping[str, Any], tracer: Tracer) -> Declared:
 
 
 _FILES: dict[tuple[str, str], dict[str, Declared]] = {}
-"""Contracts by file and the state of the files that it imports."""
+"""Contracts by file and the state of its imported files."""
 
 
 def contracts_of(file: Path) -> dict[str, Declared]:
-    """The contracts of a file by name. Raises ContractError for a file that cannot be imported or holds none."""
+    """The contracts of a file by name. Raises ContractError for a file without contracts or with a failing import."""
     path = str(file.resolve())
     known = _kept(path) or _traced(path, {})
     key = path, json.dumps(known["state"])
@@ -186,7 +187,7 @@ def contracts_of(file: Path) -> dict[str, Declared]:
 
 
 def _answers(path: str, name: str, requests: list[Request]) -> Mapping[str, Answer]:
-    """The answers to requests, and all others that are kept for the contract."""
+    """The answers to requests, and all kept answers of the contract."""
     known = _kept(path)
     if known is None or any(request.key not in known["answers"].get(name, {}) for request in requests):
         known = _traced(path, {name: [vars(request) for request in requests]})
@@ -195,7 +196,7 @@ def _answers(path: str, name: str, requests: list[Request]) -> Mapping[str, Answ
 
 
 def _traced(path: str, asked: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """What a process of its own says about a file, beside what it said before."""
+    """The answers of a separate process about a file, with all earlier answers."""
     command = [sys.executable, "-m", "narrowgauge.contract.traced_file", path]
     paths = [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]  # a checkout may not be installed
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -235,7 +236,7 @@ def _state(files: Iterable[str]) -> list[list[Any]]:
 
 
 def _place(path: str) -> Path:
-    """The file with what is kept about a file."""
+    """The file with the kept answers about a file."""
     if not os.path.isdir(os.environ.get(VARIABLE, "")):
         folder, owner = tempfile.mkdtemp(prefix="narrowgauge-traces-"), os.getpid()
         os.environ[VARIABLE] = folder

@@ -1,1 +1,1 @@
-"""Finding the order in which a GEMM adds, by probing it."""
+"""Finding the order of a GEMM's additions by probes."""

@@ -1,4 +1,4 @@
-"""Masks: probes that tell which products are added between two others.
+"""Masks: probes that find the products added between two products.
 
 Source: FPRev, arXiv 2411.00442. A large product M at column i and −M at column j absorb every small product that is
 added to their sum before the two meet. The number of small products lost is the number of columns below the lowest
@@ -82,7 +82,7 @@ class MaskedGemm:
         return y.double().cpu()
 
     def measured(self, rows: Sequence[dict[int, float]]) -> list[float]:
-        """The results of several sums: each has products, signed powers of two, at some columns, and 0 elsewhere.
+        """The results of several sums: a probe has products, signed powers of two, at a few columns, and 0 elsewhere.
 
         Raises OrderUnknown if equal rows or columns give unequal sums.
         """
@@ -112,7 +112,7 @@ class MaskedGemm:
     def _narrow_to_float16(self) -> None:
         """Take smaller masks, 2^15, if a partial sum of M overflows in an accumulator of float16.
 
-        Then products of 2^-22 are so far below a mask that many of them are counted.
+        Then products of 2^-22 are far enough below a mask to count many.
         """
         last = self.columns - 1
         if self.out_dtype is not torch.float16 or last < 1 or self.scale()[0] < 2.0**16:
@@ -157,7 +157,7 @@ class MaskedGemm:
         ]
 
     def lost_in_order(self, start: int, others: Sequence[int]) -> list[int]:
-        """`lost` of pairs of `start` and other columns, if columns `start` to e are below each node, and no others.
+        """`lost` of pairs of `start` and a later column, if only columns `start` to e are below every node.
 
         If a probe counts few products, a first probe has a product in every n-th column, and a second one in the
         columns between two of these. Raises OrderUnknown if the results contradict the assumption.

@@ -1,4 +1,16 @@
-"""The order of summation of a GEMM: what was found, its sentence, its picture and its declaration."""
+"""The order of summation of a GEMM: the tree that was found, its sentence, its picture and its declaration.
+
+A tree is a chain of steps; a step adds columns or further chains (`reference.accumulators.trees.Chain`). Kinds of trees
+of 8 columns:
+
+    sequential             ((((((0 + 1) + 2) + 3) + 4) + 5) + 6) + 7     a single chain, a column per step
+    aligned, width 4       (0 1 2 3) + (4 5 6 7)                         a single chain, 4 columns per step
+    slices, 2 chains       (((0 + 1) + 2) + 3) + (((4 + 5) + 6) + 7)     chains of consecutive columns
+    interleaved, 2 chains  (((0 + 2) + 4) + 6) + (((1 + 3) + 5) + 7)     chains of every 2nd column
+    tree                   ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))     neighbours first
+
+Aligned chains joined one by one are promoted (short chains of equal length), or slices of K (long chains).
+"""
 
 from __future__ import annotations
 
@@ -16,35 +28,36 @@ from narrowgauge.reference.numbers.blocks import split_columns
 
 Kind = Literal["sequential", "aligned", "tree", "slices", "exact", "other", "unknown"]
 _PICTURED = 6
-"""Terms of a chain, and levels, in a picture."""
+"""Largest number of terms of a chain, and of levels, in a picture."""
 _LONGEST_PROMOTED = 1024
-"""Columns of a chain, at most, for the name promotion. Aligned chains of equal length that are joined in order have the
-bits of promotion and of slices of K. CUTLASS promotes every 128 columns; longer chains are named slices."""
+"""Largest number of columns of a chain for the name promotion. Aligned chains of equal length, joined in order, have
+the bits of promotion and of slices of K: the length decides the name. CUTLASS promotes every 128 columns; longer chains
+are named slices."""
 
 
 _FLOAT16 = 10
 """Fraction bits of a float16 accumulator."""
 _MOST_SLICES = 64
-"""Chains of a tree up to which all ways of slicing K are tried; the name of slices of unequal length has every cut."""
+"""Largest number of chains for a trial of all ways of slicing K; the name of slices of unequal length has every cut."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """How a GEMM adds the products of an output. Fields that the probes did not settle are None."""
+    """How a GEMM adds the products of an output. Fields not settled by the probes are None."""
 
     shape: tuple[int, int, int]
     """(M, K, N)."""
     dtype: OperandDtype
     """Dtype of both operands, or of a and of b."""
     kind: Kind
-    """"sequential": one chain in order of K. "aligned": steps of several products, aligned and truncated. "slices":
-    chains of consecutive columns, joined. "tree": neighbours first. "exact": every order gives the exact sums, so there
-    is no tree. "other": another tree. "unknown": no tree found."""
+    """"sequential": a single chain in order of K. "aligned": steps of several products, aligned and truncated.
+    "slices": chains of consecutive columns, joined. "tree": neighbours first. "exact": every order gives the exact
+    sums, and no tree can be found. "other": a tree of no kind above. "unknown": no tree found."""
     tree: Chain | None = None
     arithmetic: NodeArithmetic | None = None
-    """The arithmetic that predicts every checked output; None if no arithmetic does."""
+    """The arithmetic with a right prediction of every checked output, or None."""
     checked: int = 0
-    """Outputs of random products that were compared with their prediction."""
+    """Number of outputs of random products compared with their prediction."""
     wrong: int = 0
     """Checked outputs that differ from the prediction of the best arithmetic."""
     calls: int = 0
@@ -59,7 +72,7 @@ class Order:
 
     @property
     def width(self) -> int | None:
-        """Products that are added at once; 1 if every addition has two terms."""
+        """Number of products added at once; 1 if every addition has two terms."""
         return None if self.tree is None else self.tree.width
 
     @property
@@ -92,12 +105,13 @@ class Order:
 
     @property
     def slices(self) -> Slices | None:
-        """The chains of products and how they are joined; None without a tree."""
+        """The chains of products and their joins; None without a tree."""
         return None if self.tree is None else Slices.of(self.tree)
 
     @property
     def promoted(self) -> int | None:
-        """Columns after which an aligned accumulator is added to a float32 sum; None: never, or not regularly."""
+        """Number of columns between additions of an aligned accumulator to a float32 sum; None: never, or not
+        regularly."""
         found = self.slices
         if self.tree is None or found is None or self.width == 1 or not found.promotes:
             return None
@@ -115,7 +129,7 @@ class Order:
 
     @property
     def splits(self) -> int | None:
-        """Slices of K that are summed apart; 1 without. Short aligned chains of equal length are promoted, not slices.
+        """Number of slices of K; 1 without slices. Short aligned chains of equal length are promoted, not slices.
 
         Source: docs/accumulators.md#trees.
         """
@@ -127,7 +141,7 @@ class Order:
 
     @property
     def reduction(self) -> Literal["in order", "tree", "other"] | None:
-        """Whether the sums are joined in order of K, or neighbours first; None if there is one chain."""
+        """Whether the sums are joined in order of K, or neighbours first; None for a single chain."""
         if self.tree is None or self.slices is None or self.slices.chains < 2:
             return None
         if (split := self._split) is not None and split.tree:
@@ -142,7 +156,7 @@ class Order:
         return declaration(self.tree, self.arithmetic, self.shape[1])
 
     def __str__(self) -> str:
-        """One sentence."""
+        """The order as a sentence."""
         size = "×".join(map(str, self.shape))
         name = dtype_name(self.dtype)
         if self.kind == "exact":
@@ -230,20 +244,21 @@ class Slices:
     chain: int
     """Columns of the longest chain."""
     regular: bool
-    """Whether every chain but the last, in order of K, of each slice has the same length."""
+    """Whether all chains have the same length, but for the last chain of a slice in order of K."""
     outer: int
-    """Slices of K: 1, and one for each sum of several chains that is joined whole, and for each sum behind it."""
+    """Number of slices of K. The chains before the first nested sum (a joined sum of several chains) are a slice; every
+    sum from the first nested sum on is a further slice."""
     nested: bool
     """Whether a joined sum has several chains."""
     promotes: bool
-    """Whether there are several chains, joined one by one."""
+    """Whether the tree has several chains."""
 
     @classmethod
     def of(cls, tree: Chain) -> Slices:
         """The chains of a tree."""
         groups = _chain_lengths(tree)
         nested = [number for number, group in enumerate(groups) if len(group) > 1]
-        # The chains that are joined to the first chain one by one belong to its slice, up to the first nested sum.
+        # Chains joined singly to the first chain belong to its slice, up to the first nested sum.
         first = nested[0] if nested else len(groups)
         slices = [[length for group in groups[:first] for length in group], *groups[first:]]
         flat = [length for group in groups for length in group]
@@ -254,17 +269,18 @@ class Slices:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Chains that take every n-th column, or every n-th tile of columns, as vector registers and some split-K do."""
+    """Chains of every n-th column, or of every n-th tile of columns, as in vector registers and some split-K
+    kernels."""
 
     chains: int
     tile: int
-    """Consecutive columns that a chain takes."""
+    """Number of consecutive columns of a tile."""
     joined: str
-    """How the sums of the chains are added."""
+    """Order of the sums of the chains."""
 
     @classmethod
     def of(cls, tree: Chain) -> Interleaved | None:
-        """The chains of a tree; None for a tree of another form."""
+        """The chains of a tree; None for a tree without interleaved chains."""
         leaves = _own_columns(tree)
         tile = next((number for number, column in enumerate(leaves[0]) if column != number), 0)
         count, columns = len(leaves), sum(map(len, leaves))
@@ -288,7 +304,7 @@ class Interleaved:
 
 
 def _own_columns(tree: Chain) -> list[list[int]]:
-    """The columns of the products of each chain, in order: first its own, then those of the chains that join it."""
+    """The columns of the chains, in order: first of the outer chain, then of the chains joined to it."""
     terms = [tree.first, *(one for step in tree.steps for one in step)]
     own = [one for one in terms if isinstance(one, int)]
     inner = [columns for one in terms if isinstance(one, Chain) for columns in _own_columns(one)]
@@ -303,7 +319,7 @@ def _renumbered(tree: Chain, numbers: dict[int, int]) -> Chain:
 
 
 def _chain_lengths(tree: Chain) -> list[list[int]]:
-    """The columns of the first chain, and for each joined sum the columns of its chains."""
+    """Number of columns of the first chain; then, per joined sum, the numbers of columns of its chains."""
     joined = [one for step in tree.steps for one in step if isinstance(one, Chain)]
     if isinstance(tree.first, Chain):
         joined.insert(0, tree.first)
@@ -321,19 +337,19 @@ def sequential(columns: range, width: int = 1) -> int | Chain:
 
 
 def in_slices(columns: int | range, length: int, width: int = 1) -> Chain:
-    """Slices of `length` columns, each a chain, added in order. `columns`: their number, or a range of columns."""
+    """Slices of `length` columns, a chain per slice, added in order. `columns`: a number or a range of columns."""
     every = range(columns) if isinstance(columns, int) else columns
     return _joined([sequential(every[start : start + length], width) for start in range(0, len(every), length)])
 
 
 @dataclass(frozen=True)
 class Split:
-    """Slices of K, as a declaration names them."""
+    """Slices of K, by the terms of a declaration."""
 
     slices: int | tuple[int, ...] = 1
-    """Number of slices, or the columns at which slices behind the first one start."""
+    """Number of slices, or the first columns of all slices but the first."""
     promoted: int | None = None
-    """Columns of the chains in a slice, which are added in order; None: a slice is one chain."""
+    """Number of columns of the chains in a slice, added in order; None: a slice is a single chain."""
     tree: bool = False
     """Whether neighbouring sums of slices are added first; else in order."""
 
@@ -356,9 +372,9 @@ def _joined(parts: list[int | Chain]) -> Chain:
 
 
 def split_of(tree: Chain, columns: int, reduced_in: torch.dtype = torch.float32) -> Split | None:
-    """The slices of K of a tree, the shortest name first; None for a tree of another form.
+    """The slices of K of a tree, the shortest name first; None for a tree without slices.
 
-    Promoted sums are float32, so chains that are joined in another dtype are slices.
+    Promoted sums are float32: chains joined in a narrower dtype are slices.
     """
     if tree == in_slices(columns, columns, tree.width):
         return Split()
@@ -398,7 +414,7 @@ def _possible_splits(tree: Chain, columns: int, found: Slices) -> Iterator[Split
 
 
 def neighbours_first(columns: int) -> Chain | None:
-    """The tree of `columns`, a power of two, in which neighbours are added first; None for another number."""
+    """The tree of `columns`, a power of two, with additions of neighbours first; None if no power of two."""
     if columns & (columns - 1) or columns < 2:
         return None
 
@@ -429,7 +445,7 @@ def kind_of(tree: Chain, columns: int) -> Kind:
 
 
 def declaration(tree: Chain, arithmetic: NodeArithmetic, columns: int) -> str | None:
-    """The name of an order of summation with exactly this tree and arithmetic; None if there is none."""
+    """The name of the order of summation with exactly this tree and arithmetic, or None."""
     model = arithmetic.model
     if arithmetic.inputs != "exact":
         return None
@@ -469,7 +485,7 @@ def _range(columns: list[int]) -> str:
 
 
 def _lines(chain: Chain, indent: str, level: int) -> list[str]:
-    """Lines of a chain: its products, then the chains that join it."""
+    """Lines of a chain: its products, then the chains joined to it."""
     lines = [f"{indent}chain of {len(chain.columns())} columns: {_range(chain.columns())}"]
     if level >= _PICTURED:
         return lines

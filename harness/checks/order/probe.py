@@ -48,8 +48,8 @@ def accumulation_order(
     low nibble.
 
     The tree of additions comes from masks (FPRev, arXiv 2411.00442). An arithmetic is confirmed only if it predicts
-    random products to the bit, in rows and columns all over the output; otherwise the result says what was found, and
-    why it is not confirmed.
+    random products to the bit, in rows and columns all over the output; otherwise the result has the found order, and
+    the reason against its confirmation.
 
     `seed`: of the random products. Raises ValueError for another dtype, or a size below 1.
     """
@@ -85,8 +85,8 @@ def _by_masks(gemm: MaskedGemm, seed: int) -> Order:
 
 def _of_exact_groups(gemm: MaskedGemm, seed: int) -> Order | None:
     """The order of a GEMM that adds groups of products exactly, as float64 does, and rounds each sum to float32: beside
-    the sum of the groups before, or alone. Masks do not tell the columns of such a group apart. None if such an order
-    does not predict every output.
+    the sum of the groups before, or alone. Masks do not tell the columns of such a group apart. None if no order of
+    this kind predicts every output.
     """
     if torch.float32 in gemm.dtypes or gemm.columns < 2:  # float64 rounds sums of float32 products
         return None
@@ -146,8 +146,8 @@ def _tree(gemm: MaskedGemm) -> Chain:
 def _of_exact_products(gemm: MaskedGemm, seed: int) -> Order:
     """The order of E2M1 operands, if every order gives the exact sums.
 
-    The products are multiples of 1/4 up to 36, a range of 2^8: no product masks another one. Float32 sums of K up to
-    2^24/144 columns are exact in any order.
+    The products are multiples of 1/4 up to 36, a range of 2^8: no product masks a second product. Float32 sums of K up
+    to 2^24/144 columns are exact in any order.
     """
     shape = (gemm.rows, gemm.columns, gemm.others)
     a, b, results = _samples(gemm, seed)

@@ -1,4 +1,16 @@
-"""The tree of additions of a GEMM, from the numbers of columns below common nodes."""
+"""The tree of additions of a GEMM, from the numbers of columns below common nodes.
+
+A probe of columns i and j (`MaskedGemm.lost`) counts the columns below the lowest common node of i and j:
+
+            ┌──── + ────┐          second column       1  2  3  4  5
+         ┌─ + ─┐        │          lost with column 0  2  3  4  6  6
+      ┌─ + ─┐  3     ┌─ + ─┐       chain of column 0   + 1, + 2, + 3, + the term of columns 4 and 5
+    ┌ + ┐   2        4     5       lost(4, 5) = 2      the term is a chain of its own, 4 + 5
+    0   1                          lost(4, 5) = 6      4 and 5 would be two terms, added at once
+
+The counts with the first column of a chain give its steps (`_Revealed.chain`); the counts among the columns of a step
+give its terms (`_Revealed._probed_terms`).
+"""
 
 from __future__ import annotations
 
@@ -11,22 +23,22 @@ from narrowgauge.reference.accumulators.trees import Chain
 
 _DEPTH = 200
 _FEW = 40
-"""Columns of a node up to which every pair is probed."""
+"""Largest number of columns of a node for a probe of every pair."""
 _PROBED_FIRST = 24
-"""Columns of a node that are probed first, to see whether the node has consecutive columns."""
+"""Number of columns of a node for the first probes: has the node consecutive columns?"""
 _SAMPLED = 4
-"""Pairs with the first column, and pairs of neighbours, that are probed in a group of columns added at once."""
+"""Number of probed pairs with the first column, and of neighbours, in a group of columns added at once."""
 _VERIFIED, _LEAST_VERIFIED = 192, 48
-"""Random pairs of columns, and as many pairs of neighbours, on which an inferred tree is verified; the least number of
-pairs if a pair takes several probes."""
+"""Number of random pairs of columns, and of pairs of neighbours, for the verification of an inferred tree; the least
+number if a pair takes several probes."""
 
 
 def reveal(gemm: MaskedGemm, *, infers: bool = True) -> Chain:
     """The tree of all columns. Raises OrderUnknown if the probes contradict one another.
 
-    `infers`: nodes of many columns in order are probed at a few columns, and columns at the distances of earlier ones
-    are taken to add in the same way. The tree is then verified on random pairs of columns; if it is wrong there, every
-    node is probed at every column.
+    `infers`: nodes of many columns in order are probed at a few columns, and a group of columns with the distances of
+    an earlier group is taken to have the same terms. The tree is then verified on random pairs of columns; after a
+    contradiction every node is probed at every column.
     """
     if gemm.columns == 1:
         return Chain(0)
@@ -49,10 +61,11 @@ class _Revealed:
         self.inferred = False
         """Whether a part of the tree was not probed at every column."""
         self._terms_of: dict[tuple[int, ...], list[int | Chain]] = {}
-        """Terms of columns, by the distances of the columns from the first; of columns from 0 on."""
+        """Terms of groups of columns, by the distances of the columns from the first column; the terms begin at column
+        0."""
 
     def chain(self, columns: list[int], depth: int, known: list[int] | None = None) -> Chain:
-        """The tree of `columns`, two or more, which are all columns below one node.
+        """The tree of `columns`, two or more: all columns below a node.
 
         `known`: results of `lost` for the first column with every later column.
         """
@@ -91,8 +104,14 @@ class _Revealed:
     def _in_order(self, start: int, others: list[int]) -> list[int] | None:
         """`lost` of `start` with every column of `others`, which follow `start`, if every node has consecutive columns.
 
-        All columns between two columns of a node have the same node. If two columns and the column behind the first
-        are last columns of their nodes, so are all columns between. None if a probe contradicts.
+        Few columns are probed, for two reasons. Let f(c) be `lost` of `start` and column c:
+
+            column  a   a+1  …  b
+            f       16  16   …  16     f(a) = f(b): both columns meet `start` in the same node, and so do all between
+            f       9   10   …  40     f(c) = c − start + 1 at a, a+1 and b: each is the last column of its node,
+                                       and so are all between: a chain with a column per step
+
+        None if a probe contradicts.
         """
         found: dict[int, int] = {}
 
@@ -137,7 +156,7 @@ class _Revealed:
         return [_moved(term, first) for term in self._terms_of[distances]]
 
     def _probed_terms(self, group: list[int], size: int, depth: int) -> list[int | Chain]:
-        """The terms that a node of `size` columns adds at once to its first term.
+        """The terms added at once to the first term of a node of `size` columns.
 
         If the first column is a term of its own and no two neighbours meet below the node, all columns are terms.
         """
@@ -189,8 +208,8 @@ def _holds(gemm: MaskedGemm, tree: Chain) -> bool:
 
 
 def _add_paths(chain: Chain, path: list[tuple[int, int, int]], paths: dict[int, list[tuple[int, int, int]]]) -> None:
-    """The path of every column below `chain`: for each chain on it the number of a step, of a term, and the columns
-    that are added up to this step.
+    """The path of every column below `chain`: per chain the number of the step, the number of the term, and the number
+    of columns added up to the step.
     """
     below = 0
     for number, step in enumerate(((chain.first,), *chain.steps)):

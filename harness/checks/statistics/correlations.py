@@ -100,7 +100,7 @@ class Correlations:
         self._add_shifted(SEED_NAMES[kind], left, right)
 
     def add_half(self, residuals: torch.Tensor, other: Roundings) -> None:
-        """Add the residuals (M, K) of a call of one half, and those of the other half (K, M) in the same call.
+        """Add the residuals (M, K) of a call of a half, and the residuals (K, M) of the second half in the same call.
 
         Both halves round the same elements: they must be independent element by element, and place by place in memory.
         """
@@ -159,8 +159,8 @@ class Correlations:
     def _add_shifted(self, name: str, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add the pairs of an element of a call and an element of another call, at a distance in memory order.
 
-        `left`, `right`: residuals (pairs of calls, elements). A generator that adds the numbers of call
-        and thread to the seed gives such calls the same bits at another place.
+        `left`, `right`: residuals (pairs of calls, elements). A generator that adds the numbers of call and thread to
+        the seed gives these calls the same bits at a different place.
         """
         for distance in _distances(left.shape[1], REACH):
             for sign, (one, other) in (("behind", (left, right)), ("before", (right, left))):

@@ -38,7 +38,7 @@ def decide(stages: Sequence[StageResult], sharing: int = 1) -> None:
 
 
 def _fail(stage: StageResult, tests: list[StatisticalTest]) -> None:
-    """Fail `stage` by the tests that reject it, in ascending order of their p-values."""
+    """Fail `stage` by the rejecting tests, in ascending order of their p-values."""
     surest: dict[str, StatisticalTest] = {}
     for test in tests:
         surest.setdefault(test.kind or test.name, test)

@@ -15,7 +15,7 @@ docs/tolerance.md#stochastic-rounding together."""
 
 
 def holm(log_p: Sequence[float], log_level: float) -> list[bool]:
-    """Whether each test rejects, from natural logarithms of the p-values or of upper bounds of them.
+    """Rejections of the tests, from natural logarithms of the p-values or of their upper bounds.
 
     The smallest of n p-values is compared with level/n, the next with level/(n - 1) and so on, up to the first larger
     p-value. The probability of any false rejection is at most the level, for dependent tests too.

@@ -1,4 +1,4 @@
-"""Codes between which stochastic rounding chooses, and the probability of each choice."""
+"""Candidate codes of stochastic rounding, and their probabilities."""
 
 from __future__ import annotations
 

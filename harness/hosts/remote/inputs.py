@@ -24,7 +24,7 @@ _FAR = 1 << 20
 """Bytes from the begin of a storage to a tensor, from which on the slot does not begin with the storage."""
 BEHIND = 1 << 16
 """Bytes of poison behind the guard zones of an input. A kernel that reads on to the end of a tile of 128 rows reads
-behind the guard zone. Bytes of another input or of an earlier case there may be the same in every run."""
+behind the guard zone. Bytes of a further input or of an earlier case may be the same in every run."""
 _PAGE = 1 << 12
 _LOOKS = 32
 """Pages of the inputs that are compared with the memory of the host after a case."""
@@ -201,7 +201,7 @@ class InputMemory:
 
     def replaced(self, addresses: Mapping[int, int], memory: Callable[[int, int], bytes | None]) -> bool:
         """Whether the host has other memory in place of the inputs of the last case. `addresses`: of the memory by its
-        number, as the host says. `memory`: reads the memory of the host. Compares some bytes of some pages."""
+        number, as the host says. `memory`: reads the memory of the host. Compares a few bytes of a few pages."""
         for region in self._regions:
             if isinstance(region.memory, SharedFile) and region.number in addresses:
                 step = max(_PAGE, region.used // _LOOKS // _PAGE * _PAGE)
@@ -243,7 +243,7 @@ def _different_bytes(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @cache
 def gpu_memory_is_shared() -> bool:
-    """Whether CUDA IPC is available. Some containers refuse it; then tensors are copied by way of a CPU."""
+    """Whether CUDA IPC is available. A few containers refuse userfaultfd; then tensors are copied by way of a CPU."""
     try:
         GpuMemory(1)
     except RuntimeError:

@@ -21,7 +21,7 @@ class LeftFiles:
         """Paths of the files of the host by inode."""
 
     def look(self, host: int) -> None:
-        """Remember the new files that a host or one of its children has open."""
+        """Remember the new files open in a host or in its children."""
         now = _files()
         if now.keys() != self._listed.keys():  # no process has made a file
             new = now.keys() - self._earlier.keys()
@@ -46,13 +46,13 @@ def _files() -> dict[int, str]:
 
 
 def _open_files(processes: Iterable[int], inodes: Collection[int]) -> set[int]:
-    """Those of these files in /dev/shm that a process has open or maps."""
+    """The files in /dev/shm, of these, that a process has open or maps."""
     device = os.stat(_FOLDER).st_dev if inodes else 0
     return {inode for process in processes if inodes for inode in _inodes(process, device) if inode in inodes}
 
 
 def _inodes(process: int, device: int) -> Iterator[int]:
-    """Inodes of the files of a device that a process has open or maps. None of a process that has ended."""
+    """Inodes of the files of a device that a process has open or maps. None for an ended process."""
     with suppress(OSError):
         for entry in os.scandir(f"/proc/{process}/fd"):
             with suppress(OSError):

@@ -13,12 +13,12 @@ from narrowgauge.harness.hosts.starter import parent_of, processes
 
 @dataclass(frozen=True)
 class LeftProcess:
-    """A process that a host started, and that still runs."""
+    """A running process started by a host."""
 
     pid: int
     name: str
     copy: bool
-    """Whether the process is a fork of the host that executes no other program."""
+    """Whether the process is a fork of the host, without a program of its own."""
 
 
 class LeftProcesses:
@@ -26,7 +26,7 @@ class LeftProcesses:
 
     def __init__(self, host: int, marker: str, adopts: int = 0) -> None:
         """`marker`: name of the shared memory of the host, which only its descendants map. `adopts`: the process that
-        adopts the orphans of the host, and has no other children; 0: none."""
+        adopts the orphans of the host, without further children; 0: none."""
         self._host, self._marker, self._adopts = host, marker, adopts
         self._newest = _newest()
         self._known = set(processes())

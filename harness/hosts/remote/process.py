@@ -93,8 +93,8 @@ class HostProcess:
             return []
 
     def memory(self, address: int, size: int) -> bytes | None:
-        """Bytes of the memory of the process. None if the system does not let this process read; fewer bytes, or none,
-        if there is no memory."""
+        """Bytes of the memory of the process. None if the system does not let this process read; fewer bytes, or no
+        bytes, without memory."""
         try:
             if self._memory < 0:
                 self._memory = os.open(f"/proc/{self.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
@@ -118,7 +118,7 @@ class HostProcess:
                 self._files.remove()
 
     def close(self) -> None:
-        """Close what this process holds of a process that has ended."""
+        """Close the descriptors of an ended process."""
         self.connection.close()
         for descriptor in (self._output, self._exit, self._memory):
             if descriptor >= 0:

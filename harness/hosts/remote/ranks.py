@@ -1,7 +1,8 @@
 """The kernel hosts of a group of processes: each rank calls a method of the backend on its own inputs.
 
-Rank 0 is the host of the judge, and the others start beside it on first use. They meet in a file without a name, whose
-descriptor the judge passes. If a rank dies, hangs or raises, all hosts are ended: a collective waits for every rank.
+Rank 0 is the host of the judge; the hosts of the further ranks start on first use. The ranks meet in a file without a
+name, whose descriptor the judge passes. If a rank dies, hangs or raises, all hosts are ended: a collective waits for
+every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from narrowgauge.harness.hosts.remote.transport import Transport
 
 _GRACE = 1.0
-"""Seconds that the other ranks have to answer after a rank failed."""
+"""Seconds for the answers of the remaining ranks after a failed rank."""
 _OF_RANK = re.compile(r"(.+) of rank (\d+)")
 
 
@@ -106,22 +107,22 @@ class RankedHost:
         return nullcontext()
 
     def overwritten(self) -> list[str]:
-        """Methods of the case whose first result has other bytes now."""
+        """Methods of the case with changed bytes in their first result."""
         return list(dict.fromkeys(method for host in self.hosts for method in host.overwritten()))
 
     def prepare(self, inputs: Tensors, home: torch.device, poison: int) -> RankedRun:
-        """Place the inputs of each rank, whose names end with the rank (`of_rank`)."""
+        """Place the inputs of the ranks; names end with the rank (`of_rank`)."""
         parts = [inputs_of(inputs, rank) for rank in range(len(self.hosts))]
         return RankedRun([host.prepare(part, home, poison) for host, part in zip(self.hosts, parts, strict=True)])
 
     def call(self, method: str, *arguments: tuple[Sequence[Any], Mapping[str, Any]], **options: Any) -> list[Any]:
-        """The results of a method on each rank. `arguments`: those of each rank, by place and by name."""
+        """The results of a method on each rank. `arguments`: the arguments of the ranks, by place and by name."""
         calls = zip(self.hosts, arguments, strict=True)
         return self.together([partial(host.call, method, *by_place, **named, **options)
                               for host, (by_place, named) in calls])  # fmt: skip
 
     def join(self) -> None:
-        """Make the hosts a group, unless they are one. Raises BackendError and Unsupported."""
+        """Make the hosts a group, if not yet a group. Raises BackendError and Unsupported."""
         count = len(self.hosts)
         if all(host.group == count for host in self.hosts):
             return
@@ -134,7 +135,7 @@ class RankedHost:
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """The results of a call of each host, at the same time.
 
-        Raises what the first rank raised that failed, with the rank, after all hosts are ended, unless all answered
+        Raises the exception of the first failing rank, with the rank, after the end of all hosts, unless all answered
         that the case is unsupported.
         """
         deadline = self.hosts[0].transport.deadline

@@ -1,4 +1,4 @@
-"""Shared memory of the results of a kernel host. The judge copies the bytes before it looks at them."""
+"""Shared memory of the results of a kernel host. The judge copies the bytes before reading."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ResultMemory:
         result = codec.decode_result(answer["result"], reader.tensor)
         if len(answer["guarded"]) > reader.tensors:
             raise ValueError(f"guard zones of {len(answer['guarded'])} tensors; the result has {reader.tensors}")
-        # A host that writes no result to the next call does not give this one again.
+        # A host without a result for the next call does not return this result again.
         self.bytes(kind, used).bitwise_not_()
         settle_copies(kind)
         return result, reader.private
@@ -80,7 +80,7 @@ class Reader:
         """`used`: bytes of the results, as the host says."""
         if used > limit:
             raise ValueError(f"results of {used} bytes; the limit of the case is {limit}")
-        # A kernel may write to the shared memory at any time: nothing reads it but this copy.
+        # A kernel may write to the shared memory at any time: only this copy reads the memory.
         self.private = memory[:used].clone()
         self._left, self._home = limit, home
         self.tensors = 0

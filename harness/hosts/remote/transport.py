@@ -1,6 +1,7 @@
-"""Messages to a kernel host, and their answers. A host that ends, hangs or writes bytes that are no message is lost.
+"""Messages to a kernel host, and their answers. A host is lost if it ends, hangs or writes bytes that are no message.
 
-The transport announces the end of a process to the owners of its memory, which free it: it knows no memory itself.
+The transport announces the end of a process to the owners of its memory, which free the memory: it knows no memory
+itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from narrowgauge.harness.machine.process import ending
 from narrowgauge.harness.machine.timing import count_as_other
 
 _END = 5.0
-"""Seconds that a host has to end by itself after it closed its connection."""
+"""Seconds for the end of a host after its connection is closed."""
 
 
 class Interpreter(Protocol):
@@ -106,7 +107,7 @@ class Transport:
                 process.stacks.close()
 
     def abandon(self) -> None:
-        """Forget a process that has ended with another host."""
+        """Forget a process that ended together with a second host."""
         process, self.process = self.process, None
         if process is not None:
             for free in self.on_end:
@@ -115,8 +116,8 @@ class Transport:
             process.stacks.close()
 
     def lose(self, verdict: str, message: str = "", *, cause: str = "") -> HostLost:
-        """The exception for a host that is ended now. Without a message: how the process ended. A host that crashed or
-        gave no result says in which line of the user it was."""
+        """The exception for a host that is ended now. Without a message: how the process ended. The message of a host
+        without a result, or after a crash, has the line of the user."""
         process, self.lost_at = self.process, time.monotonic()
         if verdict == "timeout" and process is not None:
             process.stacks.ask(process.pid)
@@ -153,7 +154,7 @@ class Transport:
             raise self.lose("crash") from None
 
     def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        """The answer to a message. Raises HostLost if there is none."""
+        """The answer to a message. Raises HostLost without an answer."""
         asked = time.monotonic()
         self._asked += 1
         self.send(message | {"id": self._asked}, descriptors)

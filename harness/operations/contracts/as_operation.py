@@ -86,7 +86,7 @@ def _judge(case: ContractCase, inputs: Inputs, backend: Backend) -> Outcome:
 
 
 def _other_fields(case: ContractCase, fields: Mapping[str, Any]) -> Iterator[Change]:
-    """The contract with another value of each field: a kernel may follow it without a declaration."""
+    """The contract with a changed value of every field: a kernel may follow it without a declaration."""
     own = {name: case.request.options[name] for name in case.declared.fields} | dict(fields)
     for name in case.declared.fields:
         value = own[name]
@@ -126,7 +126,7 @@ def _rows(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) ->
 
 
 def _prefill(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) -> StageResult:
-    """The stage of a second run, whose cache held other bytes before."""
+    """The stage of a second run, with different bytes in the cache before."""
     cache = {a.name for a in case.program.arguments if a.of_cache}
     before = {name: inputs.tensors[name] for name in cache}
     others = {name: tensor for name, tensor in inputs.tensors.items() if name not in cache}

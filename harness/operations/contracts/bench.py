@@ -270,7 +270,7 @@ def _prepare_write(tokens: int, heads: int, scale: Tensor, inputs: BenchInputs) 
 def _prepare_attention(
     tokens: int, q_heads: int, scale: Tensor, inputs: BenchInputs, *, prefill: bool
 ) -> PreparedTask:  # fmt: skip
-    """Decode of `_REQUESTS` requests with one row each, or prefill of a request; `_GROUP` heads of q share a head.
+    """Decode of `_REQUESTS` requests with a single row, or prefill of a request; `_GROUP` heads of q share a head.
 
     q is 0: then the contract allows a single result, the mean of the values. On random numbers the contract allows
     almost any result (docs/contracts.md). The first request is short, and the judge takes this request.

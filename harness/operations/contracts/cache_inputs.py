@@ -77,7 +77,8 @@ def stores_scales(recipe: Recipe) -> bool:
 
 
 def unused_code(recipe: Recipe, part: str, *, nan: bool) -> float:
-    """The code or the scale of a cell without a token: NaN, or the lowest code with a scale that keeps it finite."""
+    """The code or the scale of a cell without a token: NaN, or the lowest code with a scale that keeps the number
+    finite."""
     if part == DATA:
         return 0x7F if nan else 0xFE
     if recipe.scale is FP32:

@@ -1,7 +1,7 @@
-"""Inputs of contracts: the tensors of each family by the types of the arguments.
+"""Inputs of contracts: the tensors of a family by the types of the arguments.
 
-A matrix has the numbers of a generator (`harness.inputs.generators`), and a row or a scale has numbers that fit them.
-`RULES` has the numbers of each family, `KINDS` the maker of each type. A family `aimed:<change>:<seed>` has numbers of
+A matrix has the numbers of a generator (`harness.inputs.generators`), and a row or a scale has fitting numbers. `RULES`
+has the numbers of the families, `KINDS` the makers of the types. A family `aimed:<change>:<seed>` has numbers of
 `Aimed`, which `harness.operations.contracts.strength.aim` looks for.
 """
 
@@ -32,7 +32,7 @@ from narrowgauge.spec.recipes import find_recipe
 FAMILIES = families_for((Kind.CONTRACT,), ())
 """Input families of contracts by name."""
 OWN = tuple(family.name for family in PRODUCTS)
-"""Families of contracts that take quantized matrices."""
+"""Families of contracts of quantized matrices."""
 _RANKS = tuple(family.name for family in RANK_FAMILIES)
 _STEPS = 509
 """Distinct magnitudes of a row: a prime below four binades of bfloat16."""
@@ -42,7 +42,7 @@ _STEPS = 509
 
 
 def _distinct(draw: Draw, columns: int) -> torch.Tensor:
-    """Numbers of both signs from 1/4 to 4: no two of 509 columns have one magnitude, and neighbours are far apart."""
+    """Numbers of both signs from 1/4 to 4: 509 columns have different magnitudes, and neighbours are far apart."""
     number = (37 * torch.arange(columns) + draw.index(_STEPS)) % _STEPS
     return power_of_two(number // 128 - 2) * (1 + number % 128 / 128) * draw.signs(columns)
 
@@ -94,9 +94,9 @@ class Rule:
     number: Callable[[Draw], float] = _ordinary
     """A scalar or a scale: positive and finite."""
     roles: tuple[str, str] = ("x", "w")
-    """Roles of the first matrix and of the others, which `harness.inputs.generators` tells apart."""
+    """Roles of the first matrix and of further matrices, for `harness.inputs.generators`."""
     cancels: bool = False
-    """Whether half of the elements of a further matrix are near those of the first one, with the other sign."""
+    """Whether half of the elements of a further matrix are near the first matrix's elements, with the opposite sign."""
 
 
 RULES: Mapping[str, Rule] = {
@@ -111,7 +111,7 @@ RULES: Mapping[str, Rule] = {
 }
 """Rules of families; others have `Rule()`."""
 UNNAMED = ("lattice", "position")
-"""Families in which rows that no position names hold NaN."""
+"""Families with NaN in rows without a position."""
 
 
 # ---- aimed families --------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ UNNAMED = ("lattice", "position")
 
 @dataclass(frozen=True)
 class Aimed:
-    """Numbers with a few parameters, each a place in its list; the first place is the simplest."""
+    """Numbers with a few parameters, given as places in their lists; the first place is the simplest."""
 
     choices: tuple[int, ...]
     """Places in `LISTS`."""
@@ -138,7 +138,7 @@ class Aimed:
 
     @property
     def seed(self) -> int:
-        """The parameters and the stream as one number."""
+        """The parameters and the stream as a single number."""
         seed = self.stream
         for values, choice in zip(self.LISTS.values(), self.choices, strict=True):
             seed = seed * len(values) + choice
@@ -165,7 +165,7 @@ class Aimed:
 
     @property
     def rule(self) -> Rule:
-        """The numbers of the other arguments."""
+        """The numbers of the further arguments."""
         return Rule(row=_integers, number=_power) if self.choices[-1] else Rule()
 
 
@@ -264,7 +264,7 @@ def _column(want: _Wanted) -> torch.Tensor:
 
 
 def _heads(want: _Wanted) -> torch.Tensor:
-    """A matrix with a row for each token and head."""
+    """A matrix with a row per token and head."""
     rows, heads, columns = want.shape
     return _matrix(replace(want, shape=(rows * heads, columns))).view(want.shape)
 
@@ -284,7 +284,7 @@ def _slots(want: _Wanted) -> torch.Tensor:
 
 
 def _lengths(want: _Wanted) -> torch.Tensor:
-    """Tokens of requests: full, none, and one less, as many and one more than a page has, then any number."""
+    """Tokens of requests: full, none, and a page less one, a page, a page and one more, then any number."""
     page, most = want.sizes["page"], want.sizes["page"] * want.sizes["most"]
     some = torch.tensor([most, 0, page - 1, page, page + 1]).clamp(0, most)
     return torch.cat([some, want.draw.below(most + 1, *want.shape).long()])[: want.shape[0]]
@@ -318,7 +318,7 @@ def _positions(want: _Wanted) -> torch.Tensor:
 
 
 def _router_weights(want: _Wanted) -> torch.Tensor:
-    """Weights of choices, from 1/16 to 1, or powers of two where a number is one."""
+    """Weights of choices, from 1/16 to 1, or powers of two."""
     if want.rule.number is _power:
         return power_of_two(-want.draw.below(7, *want.shape))
     return (1 + 15 * want.draw.uniform(*want.shape)) / 16
@@ -338,10 +338,10 @@ def contract_inputs(
 ) -> dict[str, torch.Tensor]:
     """The arguments of a contract by name, contiguous on the CPU, in their dtypes, the same bytes for equal draws.
 
-    `sizes`: elements along each named axis. Matrices are of the family and differ from each other, except in families
-    of zeros. A row has numbers of both signs that tell where they lie, a scalar and a scale are positive and finite;
-    some families have others (`RULES`). An aimed family has the same bytes for every draw. `number`: of the product in
-    a batch, whose scales differ. Raises ValueError for an unknown family and an axis without a size.
+    `sizes`: elements along each named axis. Matrices are of the family, and all different, except in families of zeros.
+    A row has numbers of both signs that show their places, a scalar and a scale are positive and finite; `RULES` has
+    the exceptions. An aimed family has the same bytes for every draw. `number`: of the product in a batch, whose scales
+    differ. Raises ValueError for an unknown family and an axis without a size.
     """
     if any(step.function == SCORES for step in program.steps):
         return sequences(program, sizes, family, draw)

@@ -1,4 +1,4 @@
-"""The outcome of a contract: a stage for each result that the kernel shows."""
+"""The outcome of a contract: a stage per shown result of the kernel."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 
 class UndeterminedError(ValueError):
-    """Almost any bytes are right on these inputs, so that no verdict is possible. The message says what to declare."""
+    """Almost any bytes are right on these inputs: no verdict is possible. The message says what to declare."""
 
 
 _PAGE = "docs/contracts.md"
 FREE = 0.01
-"""Share of undetermined elements above which nothing was judged: docs/contracts.md#what-an-interval-cannot-see."""
+"""Share of undetermined elements that makes a judgement impossible: docs/contracts.md#what-an-interval-cannot-see."""
 
 
 def judge_contract(program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown) -> Outcome:
@@ -224,7 +224,7 @@ _FORMS = {
 
 
 def stage_of_scope(name: str, scope: Scope) -> StageResult:
-    """The stage of a hidden number that a kernel computes once for each row."""
+    """The stage of a hidden number, computed once per row."""
     wrong = scope.wrong
     if not bool(wrong.any()):
         form = f"that the division of line {scope.line} is {_FORMS[scope.form]}" if scope.form else ""
@@ -260,7 +260,7 @@ def view(x: torch.Tensor, fmt: Format | None) -> tuple[float | str, str]:
 
 
 def accepted_table(inputs: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
-    """A row of the first wrong result, or of the last one, beside what is accepted of it."""
+    """A row of the first wrong result, or of the last result, beside its accepted values."""
     wrong = next((stage.stage for stage in outcome.stages if not stage.passed), "")
     name = wrong if wrong in outcome.parts else next(reversed(outcome.parts))
     part = outcome.parts[name]

@@ -41,7 +41,7 @@ def edge_operand(draw: Draw, element: Format, rows: int, columns: int, *, first:
     each column that is left, which float32 sums lose. Fewer columns have sums as large as they can be.
 
     A row of the first operand has 1, the largest number in as many columns as 2^24 needs, and 1 behind them, all with
-    one sign. A row of the second one has the largest number, what is missing in two columns, and 1 behind them.
+    one sign. A row of the second operand has the largest number, the missing rest in two columns, and 1 behind.
     """
     largest, row, place = element.max, torch.arange(rows).unsqueeze(1), torch.arange(columns)
     whole, rest = divmod(_EDGE, int(largest) ** 2)
@@ -131,7 +131,7 @@ def mixture(program: Program, sizes: Mapping[str, int], family: str, draw: Draw)
 
     The hidden steps have one result: gates are from 16 on, an activation has few bits, and a row of w2 has one number.
     Matrices of neighbouring experts have other powers of two. One token has no expert; its row is NaN, unless the scale
-    of the tensor would be. Expert 1 has no token if there are others, and the last choice names one expert twice.
+    of the tensor would be. Expert 1 of several has no token, and the last choice repeats an expert.
     """
     tokens, columns, experts, hidden, choices = (sizes[n] for n in ("tokens", "K", "experts", "F", "choices"))
     kinds = {argument.kind: argument for argument in program.arguments}
@@ -179,13 +179,17 @@ def _one_in_each_row(numbers: torch.Tensor, rows: int, columns: int, first: int 
 
 
 def _gates(draw: Draw, rows: int, columns: int, *, dense: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up of all experts (rows, columns): numbers of E2M1; gates of neighbouring columns differ."""
+    """Gate and up of all experts (rows, columns): numbers of E2M1; gates of neighbouring columns differ.
+
+    Ups are as large as gates, of either sign. SiLU of a negative up is nearly 0: a kernel that exchanges them is known.
+    """
     if dense:
         gate = (1 + draw.below(2, rows, columns)).float()
         return gate, _one_in_each_row(draw.signs(rows), rows, columns, draw.index(columns))
     place = torch.arange(columns) + 3 * torch.arange(rows).unsqueeze(1) + draw.index(4)
-    gate = torch.tensor([2.0, 3.0, 4.0, 6.0])[place % 4]
-    return gate, torch.tensor([0.5, 1.0, 1.5])[(place // 2) % 3] * draw.signs(rows, columns)
+    numbers, signs = torch.tensor([2.0, 3.0, 4.0, 6.0]), draw.signs(rows, columns)
+    signs[::8] = 1  # every block has an up that SiLU does not change
+    return numbers[place % 4], numbers[place // 2 % 4] * signs
 
 
 def _of_experts(numbers: torch.Tensor, recipe: Recipe, experts: int) -> Quantized:

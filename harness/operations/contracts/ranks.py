@@ -1,7 +1,7 @@
 """Judging contracts of a group of processes: each rank calls the method of the backend, and all results are judged.
 
 Results of ranks with equal bytes are judged once. A result that belongs to a stripe of rows, and wrong bytes that no
-change explains on all rows, are judged stripe by stripe: rank j reduces stripe j, so its mistakes lie there.
+change explains on all rows, are judged stripe by stripe: rank j reduces stripe j: its mistakes lie in stripe j.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from narrowgauge.spec.recipes import find_recipe
 RANKS_DIFFER = "ranks-differ"
 """The cause of results that should be equal on all ranks and are not."""
 STRIPES_EXCHANGED = "stripes-exchanged"
-"""The cause of stripes of rows that lie in the place of another stripe."""
+"""The cause of stripes of rows in the place of a wrong stripe."""
 OTHER_SLICES = "other-slices"
 """The cause of gathered slices with codes or scales of another rank."""
 
@@ -125,7 +125,7 @@ def _arguments(case: ContractCase, given: Tensors) -> tuple[list[Any], dict[str,
 
 
 def _gathered(program: Program) -> bool:
-    """Whether the results of the contract are those of all ranks below each other."""
+    """Whether the results of the contract are the results of all ranks, joined along the rows."""
     return all(name.startswith("rank") for name in program.outputs)
 
 
@@ -201,7 +201,7 @@ def _equality(program: Program, results: Sequence[Tensors]) -> StageResult:
         for rank in range(1, ranks):
             pairs = [(0, rank, slice(None))]
             if OWN_STRIPE in program.outputs and name == "output":
-                # Rank 0 says nothing of its own stripe, nor `rank` of the stripe that it keeps.
+                # Rank 0 proves nothing about its own stripe, nor `rank` about its kept stripe.
                 pairs = [(0, rank, stripe(rows, ranks, j)) for j in range(ranks) if j not in (0, rank)]
                 pairs += [(1, rank, stripe(rows, ranks, 0))] if rank > 1 else []
             for one, other, some in pairs:
@@ -311,7 +311,7 @@ class _Diagnosis:
         return any(bool(part.wrong.any()) for _, part in judged(self.program, call.tensors, call.shown))
 
     def _moved(self) -> Cause | None:
-        """The cause of results whose parts are right in another place."""
+        """The cause of results with right parts in wrong places."""
         if _gathered(self.program):
             return self._other_slices()
         rows = next(iter(self.tensors.values())).shape[0]
@@ -333,7 +333,7 @@ class _Diagnosis:
                 yield replace(call, tensors=of_stripe(self.program, self.tensors, other))
 
     def _other_slices(self) -> Cause | None:
-        """The cause of gathered slices that hold the codes or the scales of another rank."""
+        """The cause of gathered slices with the codes or the scales of a wrong rank."""
         right = [quantize(x, find_recipe(self.program.steps[number].recipe or ""))
                  for x, number in zip(self.tensors.values(), self.program.outputs.values(), strict=True)]  # fmt: skip
         for call in self.calls:

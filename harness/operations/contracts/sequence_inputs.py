@@ -106,8 +106,8 @@ class _Rule:
     """The inputs of a family."""
 
     logits: Callable[[Draw, Keys, int], Mapping[int, float]] | None = None
-    """Logits in base 2 of some keys, from those that a row sees and the tokens of a page; other weights are 0. None:
-    normal queries and keys."""
+    """Logits in base 2 of a few keys, from the visible keys of a row and the tokens of a page; other weights are 0.
+    None: normal queries and keys."""
     whole: bool = False
     """Whether logits are integers in base 2 that are not all 0."""
     tells_cell: bool = False
@@ -235,7 +235,7 @@ def _cache(program: Program, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _seen(program: Program, found: Mapping[str, torch.Tensor], rows: int, sizes: tuple[int, int, int]) -> torch.Tensor:
-    """Which tokens of its request each row sees: bool (queries, keys)."""
+    """The visible tokens of a row's request: bool (queries, keys)."""
     logits = _logits(program)[1]
     lengths = next(found[argument.name] for argument in program.arguments if argument.kind == "Lengths")
     zeros = _cache(program, torch.zeros(*sizes, _ONE))
@@ -262,9 +262,9 @@ def _of_logits(
     """Queries (M, H, D) and keys (B, S, G, D), float32, with the logits of a rule.
 
     A pattern of logits has dimensions of its own. The rows and heads that share a head of the keys have different
-    patterns, as far as there are dimensions. The first dimension of a pattern gives the logit, and the others cancel
-    each other in pairs. The last size is that of a block of E2M1 elements, else 0: a block has a single pattern, whose
-    numbers are multiples of its logit.
+    patterns, as far as there are dimensions. The first dimension of a pattern gives the logit, and the remaining
+    dimensions cancel in pairs. The last size is that of a block of E2M1 elements, else 0: a block has a single pattern,
+    whose numbers are multiples of its logit.
     """
     q_heads, heads, width, page, block = sizes
     group, power = q_heads // heads, 2.0 ** -round(math.log2(unit))

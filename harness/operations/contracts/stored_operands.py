@@ -21,7 +21,8 @@ def batch_of(case: ContractCase) -> int:
 
 
 def products_of(case: ContractCase, tensors: Tensors) -> Sequence[Tensors]:
-    """The tensors of each product of a batch, or of the only one. Raises ValueError for a tensor without the axis."""
+    """The tensors of the products of a batch, or of the only product. Raises ValueError for a tensor without the
+    axis."""
     count = batch_of(case)
     if not count:
         return [tensors]

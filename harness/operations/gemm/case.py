@@ -127,7 +127,7 @@ class ProductCase(Case):
         return super().work + math.prod(self.shape) // 32
 
     bytes_per_output: ClassVar[int] = 360
-    """Peak memory in bytes for each output, beside 66 for each element of the operands."""
+    """Peak memory in bytes per output, beside 66 per element of the operands."""
 
     @property
     def memory(self) -> int:

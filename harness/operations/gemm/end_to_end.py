@@ -1,4 +1,5 @@
-"""A product end to end: the kernel's output beside that of the reference's own operands. It decides no verdict."""
+"""A product end to end: the kernel's output beside the product of the reference's own operands. The figure decides no
+verdict."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from narrowgauge.spec.quantized import Quantized
 
 
 class Operand(NamedTuple):
-    """One operand of a product, (M, K), twice."""
+    """Two versions of an operand of a product, (M, K)."""
 
     kernel: Quantized
-    """As the backend stored it; the reference's own where the backend does not quantize this."""
+    """The operand stored by the backend; the reference's own if the backend does not quantize the operand."""
     own: Quantized
     """The reference's own."""
 
@@ -27,9 +28,10 @@ class Operand(NamedTuple):
 def add_end_to_end(outcome: Outcome, own: Sequence[tuple[Quantized, Quantized]]) -> None:
     """Measure every product of the outcome against the reference's own operands, a pair for each, (M, K) and (N, K).
 
-    Gives the figure `outside_share` of the stage `output`, and the values that other harnesses would compare with. A
-    wrong operand is found where it was made and the product is judged on it as it is, so that one fault is one
-    finding: this says what both together do to the output. Where the operands are equal it is what is judged anyway.
+    Sets the figure `outside_share` of the stage `output`, and the values for the comparisons of further harnesses. A
+    wrong operand fails in its own stage, and the product is judged with the wrong operand: a single fault is a single
+    finding. This figure shows the effect of both on the output. With equal operands, the figure follows from the judged
+    bounds.
     """
     output = next(stage for stage in outcome.stages if stage.stage == "output")
     if not output.compared:
@@ -46,6 +48,6 @@ def add_end_to_end(outcome: Outcome, own: Sequence[tuple[Quantized, Quantized]])
 
 
 def _same(kernel: Quantized, own: Quantized) -> bool:
-    """Whether two operands multiply alike. A number that a kernel does not show is the one that its amax gives."""
+    """Whether two operands multiply alike. A number not shown by a kernel is computed from its amax."""
     pairs = ((getattr(kernel, part), getattr(own, part)) for part in QUANTIZED_PARTS)
     return all(one is other or one is None or other is None or same_bytes(one, other) for one, other in pairs)

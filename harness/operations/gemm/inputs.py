@@ -67,7 +67,7 @@ def product_inputs(make: Maker[ProductCase], *, same: bool = False, out_recipe: 
 
 
 def _special(case: ProductCase) -> tuple[float, ...]:
-    """Special values. c and bias hold each of them at one place."""
+    """Special values. c and bias hold every number at a single place."""
     if case.inputs != "special-addends":
         return ()
     return math.nan, math.inf, -math.inf, torch.finfo(TORCH_DTYPES[case.out]).max

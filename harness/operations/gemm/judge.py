@@ -33,14 +33,14 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 
 COLUMNWISE = {"tn": "", "nn": "w", "nt": "xw"}
-"""Operands that a layout stores transposed, so that their columnwise halves are multiplied."""
+"""Operands stored transposed by a layout: their columnwise halves are multiplied."""
 
 
 def judge_gemm(case: GemmCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run and judge x @ w.T (+ c) (+ bias), x (M, K) and w (N, K).
 
-    The backend quantizes the operands if it can, and their stages are judged. The product is judged on these codes, so
-    that a wrong code is one finding. A backend that does not quantize the operands gets those of the reference. The
+    The backend quantizes the operands if it can, and their stages are judged. The product is judged on these codes: a
+    wrong code is a single finding. A backend without quantization gets the reference's operands. The
     output is also compared with the product of the reference's own operands, which decides no verdict. Operands of the
     family `codes` are given, and nothing is quantized.
     """
@@ -117,7 +117,7 @@ def _quantize(source: Source, backend: Backend) -> tuple[Quantized | None, Half]
 
 
 def judge_operand(source: Source, kernel: Quantized | None, half: Half, backend: Backend, outcome: Outcome) -> Operand:
-    """The operand that `quantize_sources` gave, with its stages judged; the reference's operand if it gave None."""
+    """The operand that `quantize_sources` gave, with its stages judged; the reference's operand in place of None."""
     recipe = source.recipe
     x, random = half.pick((source.matrix, source.physical)), half.pick(split_random(source.random))
     oracle = reference.quantize_half(half, x, recipe, None, source.scale, random)

@@ -38,17 +38,17 @@ class ProbedOrder:
     """Result of a probe."""
 
     name: str | None
-    """A confirmed order; None if there is none."""
+    """A confirmed order; None without an order."""
     reason: str = ""
     """Why there is no order."""
     decides: bool = False
-    """Whether the order judges, also where it gives outputs outside of the interval of any order."""
+    """Whether the order judges, also with outputs outside of the interval of any order."""
 
     @classmethod
     def of(cls, backend: Backend, a: Quantized, b: Quantized, out_dtype: torch.dtype, *, addend: bool) -> ProbedOrder:
         """The order of a product of a backend, kept for products of the same shapes, recipe, dtype and device.
 
-        `addend`: whether the product has c or a bias. A library may choose another kernel for such a product, so the
+        `addend`: whether the product has c or a bias. A library may choose a different kernel for this product: the
         order is not probed.
         """
         if addend:

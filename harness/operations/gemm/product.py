@@ -153,7 +153,7 @@ def _rows(a: Quantized, b: Quantized, given: Tensors, backend: Backend, out_dtyp
 def note_any_order(outcome: Outcome, backend: Backend, order: Summation) -> None:
     """Say why a grouped product is judged in any order if the backend asks for a probe.
 
-    A library may choose another kernel for a single section, so a probe of one section says nothing about the call.
+    A library may choose a different kernel for a single section: a probe of a section proves nothing about the call.
     """
     if probes_order(backend) and order.order is None:
         text = "judged in any order: the products of a grouped GEMM are not probed"
@@ -165,7 +165,8 @@ def _in_bands(tensor: torch.Tensor, bands: Sequence[slice]) -> torch.Tensor:
 
 
 def _rows_of(q: Quantized, bands: Sequence[slice]) -> Quantized:
-    """The rows of an operand that lie in the bands. Each row has scales of its own, or the operand has a single one."""
+    """The rows of an operand that lie in the bands. All rows have scales of their own, or the operand has a single
+    scale."""
     if not bands:
         return q
     codes, scales = _in_bands(q.codes, bands), q.scales if q.recipe.whole else _in_bands(q.scales, bands)

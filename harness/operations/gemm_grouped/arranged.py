@@ -160,7 +160,7 @@ def _call(
 
 
 def _same_rows(output: torch.Tensor, others: Mapping[str, torch.Tensor]) -> StageResult:
-    """Compare the outputs of the rows of experts beside other numbers in the rows of none."""
+    """Compare the outputs of the rows of experts, with changed numbers in the rows of no expert."""
     result = StageResult("padding", "exact", 0)
     for filling, other in others.items():
 

@@ -34,7 +34,7 @@ class GroupedGemmCase(ProductCase):
     grouping: Annotated[Literal["sections", "contiguous", "psum", "indptr", "masked", "sorted-ids"], Flag.CHANGED] = (
         "sections"
     )
-    """How the rows lie in memory: one section behind another, or in a buffer (`spec.modules.routing.Grouping`)."""
+    """How the rows lie in memory: sections in sequence, or in a buffer (`spec.modules.routing.Grouping`)."""
     alignment: Annotated[int, count("rows", 1 << 20), Named("row-alignment"), Flag.NAMED] = ALIGNMENT
     """Rows of which the first row of a section in a buffer is a multiple."""
 

@@ -41,7 +41,7 @@ class Padding:
         return [sum(self.padded_sizes[:number]) for number in range(len(self.sizes))]
 
     def placed(self, padded: torch.Tensor, *, behind_padding: bool = False) -> torch.Tensor:
-        """`padded` with the rows of each section before its padding, or behind it."""
+        """`padded` with the rows of the sections before their padding, or behind."""
         sections = zip(torch.split(self.x, self.sizes), self.starts, self.padded_sizes, strict=True)
         for section, start, rows in sections:
             first = start + rows - len(section) if behind_padding else start
@@ -105,7 +105,7 @@ def wrong_unpadding(output: torch.Tensor, padded: torch.Tensor, _: StageResult, 
 
 
 Pair = tuple[Quantized, Quantized]
-"""A section, or rows of one, and the matrix that a kernel takes for it."""
+"""A section, or rows of a section, and the matrix taken by a kernel."""
 
 
 def _rows(q: Quantized, rows: slice) -> Quantized:
@@ -144,7 +144,7 @@ def _scales_of(pairs: Sequence[Pair], step: int) -> list[Pair]:
 
 
 def _scales_of_rows(pairs: Sequence[Pair]) -> list[Pair]:
-    """Each row with the scales of the next one of its section."""
+    """Every row with the scales of the next row of its section."""
     return [(replace(a, scales=a.scales.roll(-1, 0)), b) for a, b in pairs]
 
 
@@ -185,7 +185,7 @@ def wrong_arrangement(
 
 
 def _fits(pairs: Sequence[Pair], output: torch.Tensor, order: Summation) -> bool:
-    """Whether outputs lie within the bounds of these products, one below the other."""
+    """Whether outputs lie within the bounds of these products, joined along the rows."""
     start = 0
     for a, b in pairs:
         rows = output[start : start + a.shape[0]]

@@ -40,7 +40,7 @@ def judge_gemm_quantized(case: QuantizedGemmCase, inputs: Inputs, backend: Backe
     """Run gemm_quantized of x (M, K) and w (N, K), and separately gemm and quantize of its output (M, N).
 
     The output of gemm is judged by its bounds, and its quantization stage by stage; the fused result must have the same
-    bytes as the two separate steps. So a wrong sum, a wrong code and a wrong fusion are one finding each. If the
+    bytes as the two separate steps. A wrong sum, a wrong code and a wrong fusion are separate findings. If the
     backend does not quantize the output, the reference's quantization of the backend's output takes its place. The
     fused result of a backend without gemm is judged by the bounds of the output.
     """

@@ -75,7 +75,7 @@ def _forward(
 
 
 def _without_start(step: Step, layer: Layer, plan: Plan) -> torch.Tensor | None:
-    """The gradients of a layer's weights, without what was there before; None where one is missing."""
+    """The gradients of a layer's weights, without the gradients before; None if a gradient is missing."""
     found = step.last(f"{layer.prefix}dw")
     parts = found if layer.groups else [found]
     if any(part is None for part in parts):

@@ -28,7 +28,7 @@ Use = Annotated[
 """How a training uses a module; `harness.backends.module_driver.Plan` has the meaning of each use."""
 
 _WRITTEN_ONCE = ("plain", "unobserved", "frozen-input", "reloaded", "rewritten")
-"""Uses in which a weight that is held quantized is written before every forward."""
+"""Uses with a quantized weight written before every forward."""
 
 OF_BACKWARD, OF_RECOMPUTATION = ("torch.fx.experimental.symbolic_shapes",), ("torch._dynamo",)
 """Modules that the first `Tensor.backward` with a gradient imports, with sympy, for 0.3 s of a core; and that the first

@@ -25,7 +25,7 @@ def trained(
 
     `sizes`: arguments of the module, by default K and N. `hidden`: columns of x and dy if they are batches
     (B, S, hidden). `sections`: whether the module takes the rows of sections. `experts`: number of experts of a module
-    that takes two of each token, with their probabilities.
+    with two experts per token, with their probabilities.
     """
     x, dy = inputs.x, inputs.c
     sizes = sizes or (SUM, COLUMNS)

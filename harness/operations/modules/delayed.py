@@ -1,4 +1,4 @@
-"""Delayed scaling of a layer, or of attention: histories and scales as each forward and backward moves them."""
+"""Delayed scaling of a layer, or of attention: histories and scales, and their changes by a forward and backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ATTENTION = "attention."
 State = tuple[torch.Tensor, torch.Tensor]
 """Columns of an amax history, float32 (H, n), and their scales, float32 (n,)."""
 Amaxes = Sequence[torch.Tensor | None]
-"""Amaxes of the sections of each operand, float32 (sections,); None if they are unknown."""
+"""Amaxes of the sections of each operand, float32 (sections,); None if unknown."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ def initial_states(training: TrainingRecipe, layers: Sequence[Layer], device: to
 
 
 class DelayedStages:
-    """The state of one layer, or of attention, in one step. Without delayed scaling its methods do nothing."""
+    """The state of a layer, or of attention, in a step. Without delayed scaling its methods do nothing."""
 
     def __init__(self, ground: Ground, prefix: str, states: States, columns: tuple[int, int]) -> None:
         """`states`: present states, which every end of a forward or backward moves. `columns`: numbers of columns of a
@@ -83,9 +83,9 @@ class DelayedStages:
         return None if state is None else state[1][column if column < forward else column - forward]
 
     def end_forward(self, amaxes: Amaxes, *, recorded: bool = False) -> None:
-        """Move the state by the amaxes of the operands. Judge it after a probe, which has no backward.
+        """Move the state by the amaxes of the operands. Judge the state after a probe, which has no backward.
 
-        `recorded`: another forward follows in the same autocast, so that the amaxes are recorded and nothing else.
+        `recorded`: a further forward follows in the same autocast: only the amaxes are recorded.
         """
         if not self._training.history:
             return

@@ -35,7 +35,7 @@ class ExpertStages:
     """
 
     def __init__(self, ground: Ground, states: States) -> None:
-        """`states`: those of delayed scaling at present, which every end of a forward or backward moves."""
+        """`states`: present states of delayed scaling, changed at the end of every forward and backward."""
         self.ground = ground
         self.fc1, self.fc2 = (LinearStages(ground, layer, states) for layer in ground.plan.layers)
         self.ids, self.probabilities = (ground.step.routing[name] for name in ("expert_ids", "probabilities"))
@@ -92,8 +92,8 @@ class ExpertStages:
             layer.end()
 
     def _order(self) -> torch.Tensor:
-        """The choice of each row, as the module reports it, or in the order of tokens. Judges that each section has the
-        choices of its expert, each in a single row."""
+        """The choices of the rows, reported by the module, or in the order of tokens. Judges that every section has the
+        choices of its expert, once."""
         sizes = list(self.ground.plan.sections)
         right = permute(self.ids.new_zeros(len(self.ids), 1), self.ids, experts=len(sizes))[1][: sum(sizes)]
         found = self.ground.tensor("source_rows", (sum(sizes),))

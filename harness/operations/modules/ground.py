@@ -21,7 +21,7 @@ from narrowgauge.spec.summation import Summation
 
 @dataclass
 class Ground:
-    """One step of a module: its results, the facts that its stages need, and the outcome that gets the stages."""
+    """One step of a module: its results, the facts for its stages, and the outcome with the stages."""
 
     plan: Plan
     step: Step
@@ -35,7 +35,7 @@ class Ground:
     unseen: dict[str, None] = field(default_factory=dict)
     """Names of results that the module did not report. They are not compared."""
     others: dict[str, Step] = field(default_factory=dict)
-    """Other forwards of the module, by the cause of an operand that belongs to them."""
+    """Further forwards of the module, by the cause of a wrong operand from them."""
     unknown: dict[str, tuple[list[Quantized], list[Quantized]]] = field(default_factory=dict)
     """Operands of weight gradients that several pending steps share, by name."""
     passes: int = -1
@@ -90,7 +90,7 @@ class Ground:
     ) -> torch.Tensor | None:
         """Judge a reported tensor in high precision and give it. None: the module did not report the tensor.
 
-        `compute`: the formula of the `operands`, by name; an operand is None if the module did not report it.
+        `compute`: the formula of the `operands`, by name; an operand is None without a report.
         `expected`: the result of the formula, if it is known already. `dtype`: of the tensor; None: the dtype of the
         module. `formula` and `given`: name and arguments of the known wrong formulas
         (`harness.diagnosis.formulas.explain_formula`).
@@ -127,7 +127,7 @@ class Ground:
             )  # fmt: skip
 
     def note_causes(self, stage: str, search: CauseSearch) -> None:
-        """Keep the known mistakes of a stage where it is the first that is wrong, for a diagnosis."""
+        """Keep the known mistakes of the first wrong stage, for a diagnosis."""
         if not self.outcome.causes and all(one.passed for one in self.outcome.stages):
             self.outcome.causes[self.stage(stage)] = search
 

@@ -1,4 +1,4 @@
-"""One linear layer, forward and backward: operands by role, three products, the bias, the amax history."""
+"""A linear layer, forward and backward: operands by role, three products, the bias, the amax history."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from narrowgauge.spec.scale_layouts import LINEAR, TILES
 from narrowgauge.spec.summation import Summation
 
 COLUMNS = {"x": 0, "w": 1, "dy": 2}
-"""Columns of an amax history, and numbers among scales, of each role of an operand."""
+"""Column of the amax history, and index of the scale, of a role of an operand."""
 GRAD = COLUMNS["dy"]
 
 
@@ -52,22 +52,22 @@ PRODUCTS = {
     "dx": (Operand("dy", Half.ROW), Operand("w", Half.COLUMN)),
     "dw": (Operand("dy", Half.COLUMN), Operand("x", Half.COLUMN)),
 }
-"""Operands of each product of a layer."""
+"""Operands of the products of a layer."""
 
 Matrices = Sequence[torch.Tensor] | None
-"""Of each section; None where nobody knows them."""
+"""A matrix per section; None: unknown."""
 
 
 _TELLING = 10
-"""Wrong outputs that tell a wrong operand."""
+"""Number of wrong outputs that proves a wrong operand."""
 
 
 class LinearStages:
     """The stages of a layer of products in one step: forward, backward and the end of the step, in that order.
 
-    Each is given the module's own result of the stage before. What it did not report is the reference's own, where that
-    is what every right module has: an operand that is not rotated in a free order, and not rounded by bits that nobody
-    knows. What follows from anything else is not compared, and is noted as unseen.
+    A stage is judged given the module's own result of the stage before. If the module does not report an operand, the
+    reference's operand takes its place, provided that every right module has these bytes: no rotation in a free order,
+    no unknown random bits. Without such an operand a result is not compared, and is noted as unseen.
     """
 
     def __init__(self, ground: Ground, layer: Layer, states: States) -> None:
@@ -78,7 +78,7 @@ class LinearStages:
         rows = ground.step.x.reshape(-1, ground.step.x.shape[-1]).shape[0]
         self.sizes = list(ground.plan.sections) if layer.groups else [rows]
         self._matrices: dict[str, Matrices] = {"w": self._weights}
-        """The matrices of each role, which every half is quantized from."""
+        """The matrices of the roles, before quantization."""
         self._operands: dict[Operand, list[Quantized] | None] = {}
 
     @property
@@ -86,14 +86,14 @@ class LinearStages:
         return self.plan.training
 
     def forward(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Judge x·wᵀ + bias of `x` (M, K), or of an input that nobody knows. Gives y (M, N), where it was reported."""
+        """Judge x·wᵀ + bias of `x` (M, K), or of an unknown input (None). Returns y (M, N), if reported."""
         self._matrices["x"] = self._padded(x)
         self.delayed.begin()
         bias = [self.step.parameters[name] for name in self.layer.biases] if self.plan.bias else None
         return self._products("y", "y", self.layer.outer, bias=bias)
 
     def backward(self, dy: torch.Tensor | None, gradient: str = "dx") -> torch.Tensor | None:
-        """Judge the products with `dy` (M, N), and its sum. Gives that with w (M, K), which has the name `gradient`."""
+        """Judge the products with `dy` (M, N), and its sum. Returns the product with w (M, K), named `gradient`."""
         self._matrices["dy"] = self._padded(dy)
         frozen, dx = self.plan.use, None
         if frozen != "frozen-input" or not self.layer.first:
@@ -161,8 +161,8 @@ class LinearStages:
         return [self._operands[operand] for operand in PRODUCTS[product]]
 
     def _judged(self, operand: Operand) -> list[Quantized] | None:
-        """One operand: as the module reported it, its stages judged, or the reference's own. None where it was not
-        reported, and is not what every right module has."""
+        """An operand: the module's report, with judged stages, or the reference's own. None without a report, if right
+        modules may have different bytes."""
         ground, key, recipe = self.ground, self.layer.prefix + operand.name, self._recipe(operand)
         own = ground.own and recipe.rounding == "stochastic"
         matrices, random = self._matrices.get(operand.role), self._random(operand)
@@ -192,14 +192,14 @@ class LinearStages:
         return [one.kernel for one in judged]
 
     def _decoded(self, kernels: list[Quantized], operand: Operand) -> torch.Tensor:
-        """The values of the sections of an operand, as rows of the matrix that it was quantized from."""
+        """The values of the sections of an operand, as rows of its matrix before quantization."""
         values = [reference.dequantize(q, dtype=self.plan.dtype) for q in kernels]
         return torch.cat([v.T.contiguous() if operand.half is Half.COLUMN else v for v in values])
 
     def _note_origin(
         self, operand: Operand, found: Any, parts: list[list[StageResult]], kernels: list[Quantized]
     ) -> None:
-        """Where operands are wrong, whether they are those of the step before, or made of the other half."""
+        """Causes of a wrong operand: the operand of the step before, zeros missing in the padding, quantized twice."""
         wrong = [stage for stages in parts for stage in stages if not stage.passed]
         if not wrong:
             return
@@ -223,7 +223,7 @@ class LinearStages:
 
     @property
     def _seed_offset(self) -> int:
-        """Layers of a transformer layer have its seed and the three behind it."""
+        """The layers of a transformer layer have its seed and the next three seeds."""
         return self.plan.layers.index(self.layer)
 
     def _oracles(
@@ -240,7 +240,7 @@ class LinearStages:
         return grouped.sections()
 
     def _reported(self, operand: Operand, found: Any) -> list[Quantized]:
-        """What was reported as the Quantized of each section. Raises BackendError where it is none."""
+        """The report as a Quantized per section. Raises BackendError for a report without a Quantized."""
         half, name, recipe = operand.half, operand.name, self._recipe(operand)
         if operand.role == "w":
             shapes = [(self.layer.outer, self.layer.inner)] * len(self.layer.weights)
@@ -331,7 +331,7 @@ class LinearStages:
         self._add(stages)
 
     def _no_weight_gradients(self) -> None:
-        """Judge that weights that need no gradient have none, and that a main gradient is as it was."""
+        """Judge that frozen weights have no gradient, and that a main gradient is unchanged."""
         stages = []
         for name, dw in zip(self.layer.weights, self._each("dw"), strict=True):
             size, before = self.layer.inner * self.layer.outer, self.step.before.get(name)
@@ -353,8 +353,8 @@ class LinearStages:
         order: Summation,
         given: dict[str, torch.Tensor | None],
     ) -> None:
-        """Whether a wrong product of a section is that of operands of another forward of the module, or of a half that
-        is made of the other half."""
+        """Causes of a wrong product of a section: operands of a different forward of the module, or a half quantized
+        from the first half."""
         sources: dict[str, Callable[[Operand], Quantized | None]] = {
             cause: partial(self._other_operand, other, number=number) for cause, other in self.ground.others.items()
         }
@@ -372,14 +372,14 @@ class LinearStages:
                     return
 
     def _made_twice(self, operand: Operand, number: int) -> Quantized | None:
-        """A columnwise section that is made of the decoded values of the rowwise one, if a right module knows both."""
+        """A columnwise section made of the decoded values of the rowwise section, if a right module knows both."""
         rows = self._operands.get(Operand(operand.role, Half.ROW))
         if operand.half is Half.ROW or rows is None:
             return None
         return _twice_quantized(rows[number], self._recipe(operand))
 
     def _other_operand(self, other: Step, operand: Operand, number: int) -> Quantized | None:
-        """A section of an operand in another forward: as reported, else of a weight the reference's own."""
+        """A section of an operand in a different forward: as reported; else the reference's own, for known matrices."""
         found = other.last(self.layer.prefix + operand.name)
         if found is not None:
             return self._reported(operand, found)[number]
@@ -405,18 +405,18 @@ class LinearStages:
         self._add(stages)
 
     def _bias_gradient(self, dy: torch.Tensor, dbias: torch.Tensor) -> StageResult:
-        """Judge the sum of the rows of `dy`, those of a section."""
+        """Judge the sum of the rows of `dy` of a section."""
         self.ground.judge_formula(
             self.layer.prefix + "dbias", dbias, column_sum(dy), column_sum, {"dy": dy}, "column-sum", {"rows": dy}
         )  # fmt: skip
         return self.ground.outcome.stages.pop()
 
     def _unknown(self, name: str) -> bool:
-        """Whether nobody knows the gradient of this step alone: of pending steps that the module does not report."""
+        """Whether the gradient of this step alone is unknown: of pending steps without a report."""
         return self.plan.pending and self.layer.prefix + name not in self.step.seen
 
     def _each(self, name: str) -> list[Any]:
-        """A gradient of every section, None of those that have none."""
+        """The gradients of the sections; None without a gradient."""
         found = self.step.last(self.layer.prefix + name)
         return list(found) if self.layer.groups else [found]
 
@@ -435,20 +435,20 @@ class LinearStages:
 
 
 def _made_of(rows: list[Quantized], columns: list[Quantized]) -> bool:
-    """Whether columnwise halves are those of the decoded values of the rowwise ones."""
+    """Whether columnwise halves are made of the decoded values of the rowwise halves."""
     made = ((_twice_quantized(row, half.recipe), half) for row, half in zip(rows, columns, strict=True))
     return all(one is not None and torch.equal(one.codes, half.codes) for one, half in made)
 
 
 def _twice_quantized(row: Quantized, recipe: Recipe) -> Quantized | None:
-    """The columnwise half of the decoded values of a rowwise one. None if these values do not determine it."""
+    """The columnwise half of the decoded values of a rowwise one. None if these values do not determine the half."""
     if recipe.transform or recipe.rounding == "stochastic" or recipe.tensor_scale == "given":
         return None
     return reference.quantize_both(reference.dequantize(row), recipe, rowwise=False)[1]
 
 
 def _first_rows(q: Quantized, rows: int) -> Quantized:
-    """An operand without the rows of padding behind these, each of which has scales of its own, or none has."""
+    """An operand without the rows of padding behind these rows; all rows have scales of their own, or no row has."""
     if q.shape[0] == rows:
         return q
     scales = q.scales if q.recipe.whole else q.scales[:rows]

@@ -38,10 +38,10 @@ from narrowgauge.reference.high_precision.bounded import exactly
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 
 TWICE = ("history", "scale")
-"""What moves at the end of the forward and again at that of the backward."""
+"""States changed at the end of the forward, and again at the end of the backward."""
 
 RESULTS = ("y", "dx", "dw", "dbias", "dgamma", "dbeta", "dprobabilities")
-"""What a module gives, whatever it reports."""
+"""Results of a module, independent of its reports."""
 
 
 def judge_module(case: ModuleCase, inputs: Inputs, backend: Backend) -> Outcome:
@@ -73,7 +73,7 @@ def judge_module(case: ModuleCase, inputs: Inputs, backend: Backend) -> Outcome:
     twin = plain_run(plan, backend, inputs) if plan.use in ("unobserved", "reloaded") and not own else []
     same = _same_as_plain(plan.use, kept, twin)
     judge = Judge(plan, backend, outcome)
-    # The plain use of equal bytes has reports. Other bytes may be right too, and are judged without reports.
+    # The plain use of equal bytes has reports. Different bytes may be right too, and are judged without reports.
     judge.run(twin if twin and plan.use == "unobserved" and same.passed else kept)
     judge.note_unseen()
     if twin and (plan.use == "reloaded" or same.passed):
@@ -97,7 +97,7 @@ def judge_module(case: ModuleCase, inputs: Inputs, backend: Backend) -> Outcome:
 
 
 def _arranged(plan: Plan, steps: list[Step], inputs: Inputs) -> list[Step]:
-    """The steps with the number, x and dy that the plan gives them. Raises BackendError for another number of steps."""
+    """The steps with their number, x and dy by the plan. Raises BackendError for a wrong number of steps."""
     order = [(number, probe) for group in plan.groups for number in group for probe in (True, False)[not plan.probed :]]
     if len(steps) != len(order):
         raise BackendError(f"{plan.kind} gave {len(steps)} steps; the case has {len(order)}")
@@ -116,7 +116,7 @@ def plain_run(plan: Plan, backend: Backend, inputs: Inputs) -> list[Step]:
 
 
 def _same_as_plain(use: str, steps: list[Step], twin: list[Step]) -> StageResult:
-    """Compare outputs and gradients with those of the plain use, byte for byte."""
+    """Compare outputs and gradients with the plain use, byte for byte."""
     same = StageResult(use, "repeat", 0)
     for step, other in zip(steps, twin, strict=False):
         for name in (name for name in step.seen if name.rpartition(".")[2] in RESULTS):
@@ -175,20 +175,20 @@ def plan_of(case: ModuleCase, inputs: Inputs) -> Plan:
 
 
 class Judge:
-    """Judges the steps of one module, one after the other: what delayed scaling does depends on those before."""
+    """Judges the steps of a module in order: delayed scaling depends on the steps before."""
 
     def __init__(self, plan: Plan, backend: Backend, outcome: Outcome) -> None:
         self.plan, self.backend, self.outcome = plan, backend, outcome
         self.order, self.free = partial(order_of, backend), rotates_freely(backend)
         self.own = makes_own_bits(backend, plan.training.grad)
         self.unseen: dict[str, None] = {}
-        """What was not reported in some step, and so not compared."""
+        """Names without a report in a step, therefore not compared."""
         self.states: States = {}
         self._passes = 0
         self._before: Step | None = None
 
     def run(self, steps: list[Step]) -> None:
-        """Judge the steps of the plan in the order in which they ran, and add their stages to the outcome."""
+        """Judge the steps of the plan in the order of the run, and add their stages to the outcome."""
         self.states = initial_states(self.plan.training, self.plan.layers, steps[0].x.device)
         probes = {step.number: step for step in steps if step.probe}
         by_number = {step.number: step for step in steps if not step.probe}
@@ -214,7 +214,7 @@ class Judge:
             self._before = group[-1]
 
     def note_unseen(self) -> None:
-        """Add a stage for each result that was not reported: it compared nothing."""
+        """Add an empty stage for every result without a report."""
         self.outcome.stages += [StageResult(name, "exact", 0) for name in self.unseen]
 
     def _add(self, outcome: Outcome) -> None:
@@ -248,7 +248,7 @@ class Judge:
         self._before = step
 
     def _judged(self, group: list[Step]) -> tuple[Outcome, dict[str, None]]:
-        """The outcome of steps whose forwards run before their backwards, and what was not reported."""
+        """The outcome of steps with all forwards before the backwards, and the missing reports."""
         outcome, unseen = Outcome(), dict[str, None]()
         begun = {}
         for step in group:
@@ -320,12 +320,12 @@ def _sums(plan: Plan, grounds: list[Ground]) -> list[StageResult]:
 
 
 def _sum_of_products(grounds: list[Ground], name: str, number: int, member: str, found: torch.Tensor) -> StageResult:
-    """Judge Σ aᵢ·bᵢᵀ (+ c) of pending steps, of which nobody knows the terms: one product, or a sum of several.
+    """Judge Σ aᵢ·bᵢᵀ (+ c) of pending steps with unknown terms: a single product, or a sum of several.
 
     A has the sums of all magnitudes. A kernel adds n numbers of float32 in any order, truncated sums too: the error is
     at most n·2^-23·A/(1 − n·2^-23), with 16 more roundings for the scales of both sides. Then at most three results are
-    rounded to the dtype, each within 2^-(p−1) of its magnitude, at most A. Numbers below the normal ones can be 0, each
-    with an error below 2^-126, or 2^-14 of float16.
+    rounded to the dtype, each within 2^-(p−1) of its magnitude, at most A. Subnormal numbers can be 0, with an error
+    below 2^-126, or 2^-14 of float16.
     """
     stage = StageResult(f"{grounds[-1].step.title} sum of {name}", "bound", found.numel())
     centre = torch.zeros_like(found, dtype=torch.float64)
@@ -355,7 +355,7 @@ def _sum_of_products(grounds: list[Ground], name: str, number: int, member: str,
 
 
 def _recomputed(ground: Ground) -> StageResult:
-    """What a forward reported twice has to be the same bytes."""
+    """Two reports of a forward under the same name must have the same bytes."""
     result = StageResult(ground.stage("recomputed"), "exact", 0)
     for name, values in ground.step.seen.items():
         if name.rpartition(".")[2] in TWICE or len(values) < 2:
@@ -388,7 +388,7 @@ def _settled(name: str) -> bool:
 
 
 def _ends(plan: Plan, steps: list[Step]) -> torch.Tensor:
-    """Outputs and gradients of all steps, one behind the other."""
+    """Outputs and gradients of all steps, in sequence."""
     parts = []
     for step in steps:
         for name in ("y", "dx", *(f"{layer.prefix}dw" for layer in plan.layers)):
@@ -398,7 +398,7 @@ def _ends(plan: Plan, steps: list[Step]) -> torch.Tensor:
 
 
 def _pool_figures(stages: list[StageResult]) -> None:
-    """Make the figures of several products those of one: shares over all outputs, the largest budget and interval."""
+    """Join the figures of several products: shares over all outputs, the largest budget and interval."""
     products = [stage for stage in stages if stage.figures]
     if not products:
         return

@@ -17,7 +17,7 @@ from narrowgauge.reference.high_precision.bounded import Bounded
 
 
 class NormStages:
-    """The stages of a LayerNormLinear in one step, as those of `LinearStages`."""
+    """The stages of a LayerNormLinear in a step, like `LinearStages`."""
 
     def __init__(self, ground: Ground, layer: Layer, states: States) -> None:
         self.ground, self.layer = ground, layer
@@ -25,7 +25,7 @@ class NormStages:
         self._x: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Judge the norm of `x` (M, K), or of an input that nobody knows, and the layer on what came of it."""
+        """Judge the norm of `x` (M, K), or of an unknown input (None), and the layer on the result."""
         self._x = x
         gamma, beta = self._parameters
         compute = partial(_norm, kind=self.layer.norm, eps=self.ground.plan.eps)
@@ -43,7 +43,7 @@ class NormStages:
         return self.linear.forward(normalized)
 
     def backward(self, dy: torch.Tensor | None) -> torch.Tensor | None:
-        """Judge the layer's backward, and the norm's on what came of it. Gives dx (M, K), where it was reported."""
+        """Judge the layer's backward, and the norm's backward on the result. Returns dx (M, K), if reported."""
         ground, prefix = self.ground, self.layer.prefix
         dnorm = self.linear.backward(dy, "dnorm")
         gamma, beta = self._parameters

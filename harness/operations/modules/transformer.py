@@ -1,4 +1,4 @@
-"""A transformer layer: its four linear layers, and what stays in high precision between them."""
+"""A transformer layer: its four linear layers, and the steps in high precision between."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def _by_name(formula: Callable[..., Bounded], **operands: torch.Tensor) -> Bound
 class TransformerStages:
     """The stages of a transformer layer in one step: forward, backward and end.
 
-    h = x + proj(attention(qkv(x))); y = h + fc2(gelu(fc1(h))). Each stage is given the module's own results of those
-    before, as in `LinearStages`.
+    h = x + proj(attention(qkv(x))); y = h + fc2(gelu(fc1(h))). A stage is judged given the module's own results of the
+    stages before, as in `LinearStages`.
     """
 
     def __init__(self, ground: Ground, states: States) -> None:
-        """`states`: those of delayed scaling at present, which every end of a forward or backward moves."""
+        """`states`: present states of delayed scaling, changed at the end of every forward and backward."""
         self.ground = ground
         qkv, proj, fc1, fc2 = ground.plan.layers
         self.qkv, self.fc1 = (NormStages(ground, layer, states) for layer in (qkv, fc1))
@@ -123,7 +123,7 @@ class TransformerStages:
         width: int = 0,
         **more: Any,
     ) -> Matrix:
-        """Judge what stays in high precision: a formula of what was reported, where all of it was.
+        """Judge what stays in high precision: a formula of the reports, if all operands were reported.
 
         `wrong`: which wrong formulas to look for, where it is wrong, which take `more` than it does.
         """

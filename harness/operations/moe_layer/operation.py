@@ -17,7 +17,7 @@ from narrowgauge.harness.operations.operation import Operation
 def inputs(make: Maker[MoeLayerCase]) -> Inputs:
     """Inputs of a module, with the experts of each choice, int64 (steps, T, k), and its probability, float32.
 
-    Choices have a random order in each step, so that a token may choose an expert twice. Probabilities have 8 bits: a
+    Choices have a random order in every step: a token may choose an expert twice. Probabilities have 8 bits: a
     product with a number of bfloat16 is exact.
     """
     case, given = make.case, module_inputs(make)

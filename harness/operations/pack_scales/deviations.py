@@ -79,7 +79,7 @@ SWIZZLE_READS: tuple[Deviation[torch.Tensor], ...] = (
     Deviation("swizzle-rows-modulo:{}", "row r of swizzled scales of {of} is read from row r modulo {}", "offsets",
               _rows_modulo, {str(rows): rows for rows in (128 << n for n in range(10))}),
 )  # fmt: skip
-"""Wrong byte offsets from which swizzled scales (R, C) are read, int64 (R, C); None if they are right for this shape.
+"""Wrong byte offsets from which swizzled scales (R, C) are read, int64 (R, C); None if right for this shape.
 The sentence has {of} for the matrix."""
 
 
@@ -173,7 +173,7 @@ PACKED: tuple[Deviation[Packing], ...] = (
     Deviation("digits-exchanged:{}", "the digits {} are exchanged", "packed", _places, _exchanges),
 )  # fmt: skip
 """Wrong layouts of linear scales, given as numbers of their places from 1 on: functions to the numbers in the order of
-memory, flat, 0 where no scale lies; None if they do not apply."""
+memory, flat, 0 where no scale lies; None if not applicable."""
 
 
 def _tables(packing: Packing) -> Iterator[tuple[str, str, Any]]:
@@ -201,8 +201,8 @@ def _numbers(packing: Packing, device: torch.device) -> torch.Tensor:
 def wrong_layouts(
     packing: Packing, scales: torch.Tensor, packed: torch.Tensor, stage: StageResult, _: Limit
 ) -> Iterator[Cause]:
-    """Mistakes that give the packed bytes of the linear scales. Cells where a wrong layout has no scale, and the right
-    layout has one, are 0."""
+    """Mistakes that give the packed bytes of the linear scales. Cells with a scale in the right layout and without a
+    scale in the wrong layout are 0."""
     if padding_not_zeroed(packed, packing, scales):
         yield PADDING_NOT_ZEROED.cause, PADDING_NOT_ZEROED.sentence
     elif stage.stage == "padding":  # the only other mistake of this stage
@@ -223,7 +223,7 @@ def wrong_layouts(
 def wrong_reads(
     packing: Packing, packed: torch.Tensor, linear: torch.Tensor, _: StageResult, __: Limit
 ) -> Iterator[Cause]:
-    """Mistakes that read the linear scales from the packed ones as a wrong layout."""
+    """Mistakes that read the linear scales from the packed scales by a wrong layout."""
     packed = packed.flatten()
     numbers = _numbers(packing, packed.device)
     for cause, sentence, layout in _tables(packing):

@@ -31,8 +31,8 @@ from narrowgauge.spec.scale_layouts import Packing
 
 
 def judge_layout(case: ScaleLayoutCase, inputs: Inputs, backend: Backend) -> Outcome:
-    """Run and judge the method that packs scales, padding included, and the method that unpacks the result, if the
-    backend has it."""
+    """Run and judge the method that packs scales, padding included, and the method that unpacks the result, if
+    present."""
     packing, (pack, unpack) = case.packing, case.all_methods()
     first, second, *rest = case.stage_names()
     scales, arguments = inputs.x.view(packing.shape), case.packing_arguments

@@ -41,7 +41,7 @@ class PermuteCase(Case):
     alignment: Annotated[int, count("rows", 1 << 20), Flag.NAMED] = 1
     """Rows of which the first row of a section is a multiple."""
     capacity: Annotated[int, count("rows", 1 << 30), Flag.NAMED] = 0
-    """Rows of each section in the buffer; 0: sections lie one behind another."""
+    """Rows of each section in the buffer; 0: sections are in sequence."""
 
     def problem(self) -> str | None:
         if self.experts and self.choices and self.alignment:

@@ -51,7 +51,7 @@ class Routing:
         return found
 
     def placed(self, ids: torch.Tensor, starts: list[int] | None = None, *, alignment: int | None = None) -> Placed:
-        """Source rows and sizes for other experts (T, k), first rows of sections, or another alignment."""
+        """Source rows and sizes for wrong experts (T, k), first rows of sections, or a wrong alignment."""
         flat, case = ids.flatten(), self.case
         sizes = torch.stack([(flat == expert).sum() for expert in range(case.experts)])
         sizes = sizes.clamp(max=case.capacity) if case.capacity else sizes

@@ -1,4 +1,4 @@
-"""Cases of quantize: one matrix, or both orientations of one."""
+"""Cases of quantize: a matrix, or both orientations of a matrix."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class MatrixCase(Case):
 
     @property
     def half(self) -> Half:
-        """The half that is quantized, of the key `usage` if the operation has it; rowwise if both are."""
+        """The quantized half, by the key `usage` if the operation has the key; rowwise if both are."""
         return Half.of(columnwise=getattr(self, "usage", "") == Half.COLUMN)
 
     @property
@@ -147,7 +147,7 @@ class QuantizeCase(MatrixCase):
     """Random bits of a recipe with stochastic rounding: seed and offset by default, words, or seed and offset at the
     edges of 32 and 64 bits."""
     amax: Switch = False
-    """Whether the amax is given, as that of a tensor of which x is a shard."""
+    """Whether the amax is given, the amax of a tensor with x as a shard."""
     bands: Switch = False
     """Whether x is NaN but for the rows of `band_rows`, and only these are judged: for more than 2^31 elements."""
 
@@ -157,8 +157,7 @@ class QuantizeCase(MatrixCase):
 
     @property
     def halves(self) -> tuple[Half, ...]:
-        """Halves that `quantize_both` is asked for; empty for `quantize`, which cannot give a half that is stored in
-        place."""
+        """Halves that `quantize_both` is asked for; empty for `quantize`, which cannot make a half stored in place."""
         if self.usage == "both":
             return tuple(Half)
         return (self.half,) if self.half.transposed(self.recipes[0]) else ()

@@ -78,7 +78,7 @@ def spread_bands(x: torch.Tensor, bands: Sequence[slice], rows: int) -> torch.Te
 def given_amaxes(
     make: Maker[MatrixCase], parts: Sequence[torch.Tensor], roles: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Amaxes of a tensor of which each part is a shard: 1 to 2 times the largest magnitude that the part can have.
+    """Amaxes of a tensor whose parts are shards: 1 to 2 times the largest magnitude that the part can have.
 
     A rotation of n elements grows a magnitude by √n at most. A part of zeros has the amax of another shard. `roles`: x,
     and xT of the transpose if both halves are quantized.

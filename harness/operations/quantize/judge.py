@@ -1,4 +1,4 @@
-"""Quantize, one matrix or both orientations of one, judged stage by stage."""
+"""Quantize, a matrix or both orientations of a matrix, judged stage by stage."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Plan:
 
     @cached_property
     def alone(self) -> dict[Half, str]:
-        """Names of the results of each of two halves that is made alone."""
+        """Names of the results of the halves made alone."""
         return {half: f"{half}{_ALONE}" for half in self.case.halves} if len(self.case.halves) == 2 else {}
 
     @cached_property
@@ -138,7 +138,7 @@ class Plan:
 
     def further_codes(self, number: int, outputs: Tensors, call: int) -> torch.Tensor:
         """Codes of a result of a further call, one per element, along the rows that are quantized. A half is made alone
-        if the backend can do so, since nothing compares these codes."""
+        if possible, since these codes are not compared."""
         assert self.bits is not None
         bits = bits_of(self.bits, call)
         self.backend.host.seed(bits)
@@ -240,7 +240,7 @@ def _dequantized(case: QuantizeCase, inputs: Inputs, backend: Backend, outcome: 
 def judge_bands(case: QuantizeCase, inputs: Inputs, backend: Backend, outcome: Outcome) -> Outcome:
     """Judge the bands of a huge matrix, one below the other, and dequantize of the whole result.
 
-    Elements elsewhere are NaN, which the amax leaves out, so that the bands have the bytes of a matrix of their own.
+    The remaining elements are NaN, left out by the amax: the bands have the bytes of matrices of their own.
     """
     recipe, x, outputs = find_recipe(case.recipe), inputs.x, outcome.outputs
     bands = band_rows(*x.shape)
@@ -278,7 +278,7 @@ def judge_bands(case: QuantizeCase, inputs: Inputs, backend: Backend, outcome: O
 
 
 def parts_of(q: Quantized) -> Arguments:
-    """The tensors of a Quantized by name; None for an amax or a tensor scale that is missing."""
+    """The tensors of a Quantized by name; None for a missing amax or tensor scale."""
     return {name: getattr(q, name) for name in QUANTIZED_PARTS}
 
 

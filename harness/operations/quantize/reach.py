@@ -1,4 +1,4 @@
-"""Coverage of numbers of a matrix: scales, codes and sides of rounding boundaries that it reaches under a recipe."""
+"""Coverage of numbers of a matrix: reached scales, codes and sides of rounding boundaries under a recipe."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The stages that operations share, and the outcome that they add up to."""
+"""The shared stages of operations, and their outcome."""

@@ -19,7 +19,7 @@ from narrowgauge.spec.recipes import Recipe
 
 Draw = Callable[[int], torch.Tensor | None]
 """The number of a call to its codes, uint8 (M, K), one an element; see `bits_of`. None for a number of OTHER_SEEDS
-that the source of the calls does not have."""
+unknown to the source of the calls."""
 OTHER_SEEDS = {-1: PLAIN_SEED, -2: HIGH_SEED, -3: SEED_AS_OFFSET}
 """Numbers of the calls with another seed, and the kind of the seed."""
 _AT_ONCE = 1 << 22
@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 22
 
 
 def makes_own_bits(backend: Backend, recipe: Recipe) -> bool:
-    """Whether the backend draws the random bits of stochastic rounding itself, so that the harness cannot know them."""
+    """Whether the backend draws the random bits of stochastic rounding itself, unknown to the harness."""
     return recipe.rounding == "stochastic" and backend.declares.get("random") == "own"
 
 
@@ -62,7 +62,7 @@ def distribution_stage(
 
     Every code is one of the two neighbours of its value. Whether the kernel chooses as it should is a matter of chance,
     left to `decide`: of these codes alone, or with `draw` of as many calls as the case needs. Findings are in the
-    coordinates of the transpose where `transposed`. `halves`: roundings of the other half of the call, if it was judged
+    coordinates of the transpose where `transposed`. `halves`: roundings of the second half of the call, if judged
     before; these are added.
     """
     choices = rounding_choices(*scaled, recipe)

@@ -18,7 +18,7 @@ def bounded_stage(
 ) -> StageResult:
     """Compare `found`, a kernel's tensor, with `expected`, of the same shape and device, cast to `dtype`.
 
-    An element is right where it lies in the interval of the bound, and bit for bit where nothing can round. Places in a
+    An element is right inside of the interval of the bound, and bit for bit if no step can round. Places in a
     finding are rows and columns of (…, K) as (M, K); a vector is one row. A tensor of another shape or dtype is wrong
     as a whole, and the sentence says so. `figures` as of `bound`.
     """

@@ -109,7 +109,8 @@ class Outcome:
     expected: torch.Tensor | None = None
     """Values of the kernel and of the reference, for the figures that are for information."""
     products: list[Product] = field(default_factory=list)
-    """All products: a gemm has one, a grouped gemm one per section, a module those of all its stages."""
+    """All products: a gemm has a single product, a grouped gemm a product per section, a module the products of all its
+    stages."""
     limits: Bounds | None = None
     """Bounds of the outputs of a gemm."""
     judged: list[Judged] = field(default_factory=list)
@@ -129,7 +130,7 @@ class Outcome:
     ends: tuple[torch.Tensor, torch.Tensor] | None = None
     """Least and greatest right output of a transform with a free order of summation."""
     parts: dict[str, Part] = field(default_factory=dict)
-    """What a contract accepts of each result, by the names of the stages."""
+    """The accepted values of the results of a contract, by the names of the stages."""
     accuracy: list[dict[str, Any]] = field(default_factory=list)
     """Loss of accuracy of a module by quantizing (`harness.operations.modules.accuracy`); decides no verdict."""
     numbers: str = ""

@@ -13,7 +13,7 @@ GIVES_EVERY_BYTE = "; gives every byte, but "
 
 
 class PossibleCause(NamedTuple):
-    """A cause that other mistakes rival (`GIVES_EVERY_BYTE`), or a sentence about a search that found none."""
+    """A cause with rivals (`GIVES_EVERY_BYTE`), or a sentence about a search without a result."""
 
     name: str
     sentence: str

@@ -1,4 +1,4 @@
-"""The stages of one quantized matrix, each given the kernel's own result of the stage before."""
+"""The stages of a quantized matrix, judged given the kernel's own result of the stage before."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ from narrowgauge.spec.scale_layouts import LAYOUTS, LINEAR, Packing, ScaleLayout
 
 @dataclass
 class Subject:
-    """A matrix that is quantized along its rows, and everything that decides its bytes."""
+    """A matrix to be quantized along its rows, and everything with an influence on the bytes."""
 
     matrix: torch.Tensor
     """(M, K), not yet rotated."""
     recipe: Recipe
     random: Random | None = None
     first: int = 0
-    """Number of the first block, where Philox counts through several matrices."""
+    """Number of the first block, if Philox counts through several matrices."""
     transposed: bool = False
-    """Whether this is a columnwise half whose tiles are those of the rowwise one, 4over6's choice included."""
+    """Whether the subject is a columnwise half with the tiles of the rowwise half, 4over6's choice included."""
     free: bool = False
-    """Whether the order in which a rotation adds is free."""
+    """Whether a rotation adds in a free order."""
     own: bool = False
     """Whether the kernel rounds by random bits of its own."""
     draw: Draw | None = None
-    """Codes of its further calls then, where they are to be had."""
+    """Codes of its further calls, if available."""
     halves: list[Roundings] | None = None
-    """Roundings of the halves that are judged before, if both are made by one call with random bits of the kernel."""
+    """Roundings of the halves judged before, if a single call with random bits of the kernel makes both halves."""
     amax_given: bool = False
-    """Whether the amax is an argument, and not that of the matrix."""
+    """Whether the amax is an argument, in place of the matrix's own amax."""
     ends: Interval | None = None
-    """Where the elements of the matrix lie if they are not known, such as sums in any order."""
+    """Intervals of the elements of the matrix, if unknown, for example sums in any order."""
 
     def __post_init__(self) -> None:
         self.matrix = dense(self.matrix)
@@ -75,17 +75,17 @@ class Subject:
 
     @cached_property
     def x(self) -> torch.Tensor:
-        """What is quantized: rotated, where the recipe rotates, in the reference's order."""
+        """The quantized numbers: rotated in the reference's order if the recipe rotates."""
         return reference.transform(self.matrix, self.recipe) if self.recipe.transform else self.matrix
 
     @property
     def rule(self) -> str:
-        """`boundary` where `x` is known to within an interval, else `exact`."""
+        """`boundary` if `x` is known to within an interval, else `exact`."""
         return "boundary" if self.ends is not None or (self.free and self.recipe.transform) else "exact"
 
     @cached_property
     def interval(self) -> Interval:
-        """Where `x` lies, whatever the order of its sums."""
+        """Intervals of `x` for every order of its sums."""
         return rotated_interval(self.matrix, self.recipe) if self.ends is None else self.ends
 
     @cached_property
@@ -102,7 +102,7 @@ class Subject:
     def scales(
         self, amax: torch.Tensor | None, encode: torch.Tensor | None, blocks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Stored block scales under these numbers, of `blocks` where they are not those of `x`."""
+        """Stored block scales under these numbers, of `blocks` in place of the blocks of `x` if given."""
         if not self.transposed:
             return stored_scales(self.x, self.blocks if blocks is None else blocks, amax, encode, self.recipe)
         rows = self.x.T.contiguous()
@@ -111,32 +111,32 @@ class Subject:
         return stored[::height].T.repeat_interleave(height, 0)[: self.x.shape[0]].contiguous()
 
     def codes(self, scales: torch.Tensor, encode: torch.Tensor | None, x: torch.Tensor | None = None) -> torch.Tensor:
-        """Codes as they are stored along rows, under these scales, of `x` where it is not the subject's own."""
+        """Codes stored along rows, under these scales, of `x` in place of the subject's own numbers if given."""
         own, blocks = (self.x, self.blocks) if x is None else (x, None)
         return encode_elements(own, scales, encode, self.recipe, self.random, self.first, blocks)
 
     @property
     def group(self) -> int:
-        """Elements that are rotated together; 1 without a rotation."""
+        """Number of elements rotated together; 1 without a rotation."""
         return self.recipe.transform.group if self.recipe.transform else 1
 
     def sources(self, *, rows: int = 1, columns: int = 1) -> Sources | None:
-        """Which elements of a stage come from the same sums: at least a rotated group. None: errors of the sums need
+        """Elements of a stage from the same sums: at least a rotated group. None: errors of the sums need
         not be symmetric."""
         return None if self.ends is not None else Sources(self.matrix, rows, max(columns, self.group))
 
 
 @dataclass
 class Judged:
-    """One quantized matrix with its stages judged: for those who look at single elements."""
+    """A quantized matrix with judged stages: for views of single elements."""
 
     prefix: str
     subject: Subject
     kernel: Quantized
-    """Its scales linear, and the amax the reference's where the kernel shows none."""
+    """The kernel's result with linear scales, and with the reference's amax if the kernel shows no amax."""
     oracle: Quantized
     given: Quantized
-    """What the kernel gave, contiguous, its scales in their layout."""
+    """The kernel's result, contiguous, with scales in their layout."""
 
 
 def quantize_stages(
@@ -145,8 +145,8 @@ def quantize_stages(
     """amax, tensor scale, layout (of scales that are not linear), block scales and codes of `kernel`.
 
     `oracle` is the reference's quantization of the subject, with linear scales. A stage that the kernel does not show
-    (no amax, no tensor scale), or that its recipe has not, is not judged and does not appear. Where one of the two is
-    `transposed` both are, and findings are in the coordinates of the matrix as it was given.
+    (no amax, no tensor scale), or that its recipe has not, is not judged and does not appear. Either both are
+    `transposed` or neither; findings are in the coordinates of the given matrix.
     """
     stages = []
     recipe, kernel = subject.recipe, dense_parts(kernel)
@@ -177,7 +177,7 @@ def quantize_stages(
     found = stored_along_rows(kernel)
     codes = _with_nans_of(packed, found, recipe.element)
     stages.append(_codes(prefix + "codes", subject, codes, packed, scales, used, kernel))
-    # Where statistics are of x's dtype, nobody can find the tensor scale again without x.
+    # With statistics of x's dtype, the tensor scale cannot be found again without x.
     kept = kernel.tensor_scale if recipe.statistics == "float32" else encode
     stored = scales.T.contiguous() if transposed else scales
     given_codes = kernel.codes if codes is found else codes.T.contiguous() if transposed else codes
@@ -193,10 +193,10 @@ def _with_nans_of(expected: torch.Tensor, actual: torch.Tensor, fmt: Format) -> 
 
 
 def used_scale(encode: torch.Tensor | None, scales: torch.Tensor, kernel: Quantized) -> torch.Tensor | None:
-    """The tensor's scale that the codes of `kernel` are judged by.
+    """The tensor scale for the judgement of the codes of `kernel`.
 
-    A kernel of current scaling that stores another inverse, and shows no scale, is taken to have used what its inverse
-    is the inverse of: one finding, not two.
+    A kernel of current scaling with a wrong stored inverse and without a shown scale is taken to have used the inverse
+    of its stored number: a single finding, not two.
     """
     recipe = kernel.recipe
     if encode is None or not recipe.whole or recipe.tensor_scale == "given" or kernel.tensor_scale is not None:
@@ -217,7 +217,7 @@ def dense_parts(q: Quantized) -> Quantized:
 
 
 def stored_along_rows(q: Quantized) -> torch.Tensor:
-    """The codes of `q` along its rows, packed as its recipe packs them."""
+    """The codes of `q` along its rows, in the packing of its recipe."""
     return q.codes.T.contiguous() if q.transposed else q.codes
 
 
@@ -231,7 +231,7 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def of_row(numbers: torch.Tensor | None, row: int) -> torch.Tensor | None:
-    """The number of a row, (1,), where there is one for each, else that of the tensor."""
+    """The number of a row, (1,), or the single number of the tensor."""
     return numbers[row : row + 1] if numbers is not None and len(numbers) > 1 else numbers
 
 
@@ -251,12 +251,12 @@ def scaled_elements(
 
 
 def plain(value: float) -> float | str:
-    """A number as JSON can hold it: NaN and infinity as words."""
+    """A number as a JSON value: NaN and infinity as words."""
     return value if isfinite(value) else str(value)
 
 
 def code_view(code: int, fmt: Format) -> tuple[float | str, str]:
-    """What a code stands for, and its bits; a byte may be no code of a format of six bits."""
+    """The value of a code, and its bits; a byte may be no code of a format of six bits."""
     value = plain(fmt.value(code)) if code < fmt.codes else f"no code of {fmt.name}"
     return value, bits(code, fmt.bits)
 
@@ -305,7 +305,7 @@ def _amax(stage: str, subject: Subject, actual: torch.Tensor, expected: torch.Te
 def _layout(stage: str, kernel: Quantized, expected: torch.Tensor) -> tuple[StageResult, torch.Tensor]:
     """Scales that are not linear: zero padding, and the right order. Gives the linear scales too.
 
-    Scales that are the `expected` ones in another order are wrong here, and then right in the next stage.
+    The `expected` scales in a wrong order are wrong in this stage, and then right in the next stage.
     """
     linear = linear_scales(kernel)
     result = StageResult(stage, "exact", kernel.scales.numel())
@@ -322,7 +322,7 @@ def _layout(stage: str, kernel: Quantized, expected: torch.Tensor) -> tuple[Stag
 
 
 def padding(packed: torch.Tensor, linear: torch.Tensor, layout: ScaleLayout) -> tuple[int, str]:
-    """How many bytes of the padding of a layout are not 0, and the sentence that says so."""
+    """Number of bytes of the padding of a layout that are not 0, and a sentence with the number."""
     zeros = Packing(LAYOUTS[layout], tuple(linear.shape)).cells("0")
     count, total = int((packed.cpu()[zeros] != 0).sum()), int(zeros.sum())
     return count, f"{format_count(count)} of {format_count(total)} padding bytes are not 0" if count else ""
@@ -438,12 +438,12 @@ def _codes(
 
 
 def scale_place(recipe: Recipe, row: int, column: int) -> tuple[int, int]:
-    """Where among the linear scales that of an element is."""
+    """Index of the scale of an element among the linear scales."""
     return (0, 0) if recipe.whole else (row // recipe.stored_rows, column // recipe.block[1])
 
 
 def values_stage(kernel: Quantized, values: torch.Tensor) -> StageResult:
-    """Dequantized values of the kernel's own result, whose scales are linear."""
+    """Dequantized values of the kernel's own result with linear scales."""
     expected = reference.dequantize(kernel, values.dtype)
     if same_bytes(values, expected):
         return StageResult("values", "exact", values.numel())

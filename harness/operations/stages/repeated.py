@@ -61,7 +61,7 @@ def repeated(
     A `brief` backend runs the first variation alone.
 
     If the case has further calls (`Backend.repeats`), they run behind, and their bytes must be those of the first run;
-    if these calls are concurrent, others run on other inputs at the same time.
+    if these calls are concurrent, further calls run on different inputs at the same time.
 
     The inputs are on the device `home`, the copies on the device of the backend; the results are copied to `home`.
     Results named in `drawn` depend on random bits of the backend: every call may give other bytes, and the stage
@@ -127,7 +127,7 @@ def repeated(
 def _overwritten(
     backend: Backend, home: torch.device, inputs: Tensors, call: Callable[[Tensors], Tensors]
 ) -> list[str]:
-    """Methods whose first result another call changes. A method may give the same memory again for equal inputs, so
+    """Methods with a first result changed by a later call. A method may give the same memory again for equal inputs, so
     the call has other inputs. Empty if it refuses them."""
     changed = dict(inputs)
     for name, tensor in inputs.items():
@@ -142,7 +142,7 @@ def _overwritten(
 
 
 def _other_inputs(inputs: Tensors, concurrency: str) -> list[Tensors]:
-    """Inputs with the shapes of others and other values: rows in reverse order; for a graph also a last row of NaN, as
+    """Inputs of equal shapes and different values: rows in reverse order; for a graph also a last row of NaN, as
     rows of a padding may hold."""
     reverse = {name: tensor.flip(0) if tensor.dim() else tensor.clone() for name, tensor in inputs.items()}
     if concurrency != GRAPH:
@@ -217,7 +217,7 @@ def _agree(runs: list[Tensors], names: dict[int, str], again: Callable[[int, int
 def _reason(first: Tensors, number: int, again: Callable[[int, int], Tensors]) -> tuple[str, str]:
     """Why the results of a variation differ from the first run: the cause, and the end of the sentence for people.
 
-    Each new run changes one thing: nothing, the poison, the variation.
+    A new run changes a single condition: nothing, the poison, the variation.
     """
     try:
         if not _equal(first, again(0, 0)):

@@ -1,7 +1,7 @@
-"""Stages that compare two runs of a kernel, so that no reference is needed.
+"""Stages that compare two runs of a kernel, without a reference.
 
-Rows by themselves: a row has the same bytes in another place, beside other rows, and alone. Operations whose rows are
-independent have this stage. Memory that a kernel changes in part: other bytes before the run.
+Rows by themselves: a row has the same bytes in a different place, in a different batch, and alone. Operations with
+independent rows have this stage. Memory changed in part by a kernel: different bytes before the run.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ ROWS = "rows"
 DEPENDENT = "rows-dependent"
 """The cause."""
 PREFILL = "prefill"
-"""Name of the stage of memory with other bytes before the run."""
+"""Name of the stage of memory with different bytes before the run."""
 PREFILL_DEPENDENT = "prefill-dependent"
 """Its cause."""
 FAMILY = "position"
-"""Family of the cases whose rows run alone: each row differs from all others."""
+"""Family of the cases with rows run alone: all rows are different."""
 INVARIANT = "invariant"
 """Value of the declaration `batch`: a row of a product has the same bytes in every batch."""
 COUNTS = (1, 2, 7, 128)
-"""Numbers of rows that run alone: a single one, and numbers at which kernels take another path."""
+"""Numbers of rows run alone: a single row, and numbers at which kernels change their path."""
 _SPOILT = {"zeros": 0.0, "NaN": torch.nan, "the largest number": torch.inf}
-"""Numbers of the rows beside the others. Infinity stands for the largest number of the dtype."""
+"""Numbers placed in the neighbouring rows. Infinity stands for the largest number of the dtype."""
 _NEAR = 3
-"""Numbers of rows behind a change that are tried too: a path for even numbers or for tails is no threshold."""
+"""Number of rows behind a change tried too: a path for even numbers or for tails is no threshold."""
 _PATHS = 4
-"""Changes of the bytes with M that are searched."""
+"""Largest number of searched changes of the bytes with M."""
 
 
 @dataclass(frozen=True)
 class Independent:
-    """A call whose rows, blocks of rows, sections or requests are independent: the units of the call."""
+    """A call with independent rows, blocks of rows, sections or requests: the units of the call."""
 
     count: int
     """Number of units."""
     by_unit: Tensors
-    """Inputs (count·n, …), n rows for each unit in order, contiguous."""
+    """Inputs (count·n, …), n rows per unit in order, contiguous."""
     run: Callable[[Tensors], Tensors]
-    """From inputs to results, which have rows for each unit in order too."""
+    """Function from inputs to results, also with rows per unit in order."""
     shared: Tensors = field(default_factory=dict)
     """Further inputs."""
     sizes: Sequence[int] = ()
@@ -80,7 +80,8 @@ class Independent:
         return {} if self.sizes else {words: n for words, n in _SPOILT.items() if self._changed(n)}
 
     def _changed(self, spoilt: float) -> list[str]:
-        """The inputs that take a number: all numbers, and of codes 0, which is a code of every format."""
+        """The inputs open to a replacement number: every tensor of numbers, and codes for the number 0, a code of every
+        format."""
         numbers = [name for name, x in self.by_unit.items() if x.is_floating_point() and x.element_size() > 1]
         return numbers + [name for name in self.by_unit if name.endswith("codes") and spoilt == 0]
 
@@ -138,9 +139,9 @@ def add_rows(outcome: Outcome, rows: Independent | None, backend: Backend) -> No
 
 
 def rows_stage(rows: Independent, runner: Runner, *, refusals: tuple[type[Exception], ...]) -> StageResult:
-    """Run units alone, in reverse order and beside other numbers, and compare each with that of the run of all units.
+    """Run units alone, in reverse order and beside changed numbers, and compare the results with the run of all units.
 
-    refusals: exceptions by which a kernel refuses a number of units, which is then left out.
+    refusals: exceptions of a kernel that refuses a number of units; the number is then left out.
     """
     result = StageResult(ROWS, "repeat", compared=0)
 
@@ -175,9 +176,9 @@ def rows_stage(rows: Independent, runner: Runner, *, refusals: tuple[type[Except
 
 
 def _arrangements(rows: Independent, every: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, float | None]]:
-    """What is done with the units in words, the units of each run, and the number in every second unit.
+    """The arrangements: words, the units of the run, and the number in every second unit.
 
-    The numbers beside a row come first, with M and every place as before: what changes later bytes is M or the place.
+    The numbers beside a row come first, with M and every place as before: later bytes change with M or with the place.
     """
     for words, number in rows.spoils.items():
         yield f"beside rows of {words}", every, number
@@ -209,7 +210,7 @@ def _sentence(
 def _first(
     rows: Independent, results: Callable[[torch.Tensor], Tensors | None], name: str, unit: int, count: int
 ) -> bytes | None:
-    """The bytes of a unit that is the first of `count` units, the units behind it in a circle; None: refused."""
+    """The bytes of a unit as the first of `count` units, with the units behind in a circle; None: refused."""
     units = (unit + torch.arange(count)) % rows.count
     found = results(units)
     return None if found is None else _bytes(rows.among(units).of_unit(found[name], 0))
@@ -220,7 +221,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _paths(rows: Independent, whole: torch.Tensor, first: Callable[[int], bytes | None], unit: int) -> str:
-    """At which numbers of units the bytes of a unit change, as the end of a sentence; empty if it is another matter.
+    """At which numbers of units the bytes of a unit change, as the end of a sentence; empty if the reason is different.
 
     whole: its results among all units. first: its bytes as the first of a number of units.
     """
@@ -258,7 +259,7 @@ def _of_changes(rows: Independent, seen: Mapping[int, bytes], changes: Sequence[
     if len(groups) < 2:
         return ""
     if len([1 for one, other in pairwise(seen.values()) if one != other]) == len(changes) == len(groups) - 1:
-        what = "another path" if rows.spoils else "other bytes"  # then the content of other units may be the reason
+        what = "another path" if rows.spoils else "other bytes"  # then the content of further units may be the reason
         return f". From {' and from '.join(map(rows.number, sorted(changes)))} on: {what}"
     listed = "; ".join(", ".join(map(rows.number, counts[:_PATHS])) for counts in groups.values())
     return f". Numbers of {rows.noun}s with equal bytes: {listed}"
@@ -271,7 +272,7 @@ def prefill_stage(
     """Run again with the inverted bytes of the inputs `memory`, which the kernel changes in part.
 
     others: further inputs. first: results of the first run, each behind the memory. written: int8 of their leading
-    axes, 1 where the kernel writes, 0 where bytes stay, −1 where nothing is compared. run: from inputs to results.
+    axes: 1 for written elements, 0 for bytes that stay, −1 for elements not compared. run: from inputs to results.
     """
     result = StageResult(PREFILL, "repeat", compared=0)
     inverted = {name: (~tensor.view(torch.uint8)).view(tensor.dtype) for name, tensor in memory.items()}

@@ -1,4 +1,4 @@
-"""Normal inputs, and calls of a backend on them, for tests as other projects have them."""
+"""Normal inputs, and calls of a backend on these, for conventional tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of swizzle: the layout of block scales that tensor cores read, there and back."""
+"""Cases of swizzle: the layout of block scales for tensor cores, in both directions."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class QuantizeArguments:
     """Arguments of a quantize call."""
 
     amax: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    """Rowwise and columnwise amax, or None if the quantizer computes it."""
+    """Rowwise and columnwise amax, or None if computed by the quantizer."""
     scale: torch.Tensor | None = None
     random: tuple[int, int] | None = None
 
@@ -183,7 +183,7 @@ def judge_bytes(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Verd
 
 
 def judge_product(actual: torch.Tensor, pairs: Sequence[tuple[Quantized, Quantized]], order: Summation) -> Verdict:
-    """Judge products (M, N) of pairs of operands, one below the other, by the sums that the declared order can give.
+    """Judge products (M, N) of pairs of operands, joined along the rows, by the possible sums of the declared order.
 
     If the declared order is expensive, only a row of every `_STRIP` rows of a large product is judged by it, at
     changing positions, and the whole product is judged by the sums of any order. The second check is omitted for tensor
@@ -221,7 +221,7 @@ def _judge_product(verdict: Verdict, output: torch.Tensor, a: Quantized, b: Quan
 
 
 def _rows(q: Quantized, rows: slice | torch.Tensor) -> Quantized:
-    """Some of the rows along which an operand is quantized. An index tensor requires a scale for every row, or a single
+    """A part of the quantized rows of an operand. An index tensor requires a scale for every row, or a single
     scale."""
     height = q.recipe.stored_rows
     scaled = rows if isinstance(rows, torch.Tensor) else slice(rows.start // height, -(-rows.stop // height))

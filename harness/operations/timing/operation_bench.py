@@ -21,10 +21,10 @@ _LARGE_COPY = 1 << 28
 _MOST = 4096
 """Largest number of input copies. Each is called once before the timing."""
 _L2S, _COLD_ON_CPU = 4, 1 << 27
-"""Total size of the copies of an input, so that no cache holds them: number of L2 sizes on a GPU; bytes on a CPU."""
+"""Total size of the copies of an input, too large for a cache: number of L2 sizes on a GPU; bytes on a CPU."""
 
 Calls = Sequence[Callable[[], Any]]
-"""A call for every copy of its inputs. The calls are used in turn, so that no input is in a cache."""
+"""A call for every copy of its inputs. The calls are used in turn: no input is in a cache."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class PreparedTask:
     reference: Calls
     judge: Callable[[Any], Verdict]
     read: int
-    """Bytes of the inputs, which the operation must read (twice if it computes an amax)."""
+    """Bytes of the inputs, all read by the operation (twice if it computes an amax)."""
     ceilings: Mapping[str, Calls]
     """Calls of the ceilings. The share is relative to the first. A second ceiling does the same work, or moves as many
     bytes."""
@@ -75,7 +75,7 @@ class PreparedTask:
 
 
 class BenchInputs:
-    """Matrices of a bench, made once for each size, and copies of them."""
+    """Matrices of a bench, made once per size, and their copies."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -154,7 +154,7 @@ def deviating_rotations(rotation: Rotation) -> Iterator[Deviation[Rotation]]:
 
 
 def _is_factor_exact(group: int) -> bool:
-    """Whether the factor of a group is a power of two, so that a division by it is exact."""
+    """Whether the factor of a group is a power of two, with exact divisions."""
     return frexp(coefficient(group))[0] == 0.5
 
 

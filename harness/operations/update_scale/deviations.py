@@ -61,7 +61,7 @@ class Update:
     def scales(
         self, numbers: torch.Tensor, largest: float | None = None, *, margin: float | None = None
     ) -> torch.Tensor:
-        """Scales by other amaxes, another largest number of the format, or another exponent of the margin."""
+        """Scales by wrong amaxes, a wrong largest number of the format, or a wrong exponent of the margin."""
         updates = numbers.isfinite() & (numbers > 0)
         if self.by.update == "bulk":
             updates &= self.latest != 0

@@ -17,7 +17,7 @@ def _amaxes(draw: Draw, rows: int, tensors: int) -> torch.Tensor:
 
 
 def _amaxes_zero_first(draw: Draw, rows: int, tensors: int) -> torch.Tensor:
-    # The first amax of every other tensor is 0, as after a step in which it was not used.
+    # The first amax of every second tensor is 0, as after a step without this tensor.
     history = _amaxes(draw, rows, tensors)
     history[0, draw.index(2) :: 2] = 0.0
     return history

@@ -43,7 +43,7 @@ def judge_update_scale(case: UpdateScaleCase, inputs: Inputs, backend: Backend) 
 
 
 def history_stage(stage: str, actual: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -> StageResult:
-    """Compare a history (H, N) with the right one, and show what was there before the update."""
+    """Compare a history (H, N) with the right history, and show the history before the update."""
 
     def describe(row: int, column: int) -> dict[str, Any]:
         here = (row, column)

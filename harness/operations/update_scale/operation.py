@@ -18,7 +18,7 @@ def inputs(make: Maker[UpdateScaleCase]) -> Inputs:
     """x: the history (H, N). scale.x (N,): the scales before the update."""
     rows, tensors = make.case.shape
     history = HISTORIES[make.case.inputs](make.draw("x"), rows, tensors)
-    # Scales that do not follow from the history: a scale that stays differs from a scale that is computed.
+    # Scales that do not follow from the history: an unchanged scale differs from a computed scale.
     return Inputs({"x": history, "scale.x": 1.5 + 0.5 * make.draw("scale of x").uniform(tensors)})
 
 

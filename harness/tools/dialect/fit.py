@@ -1,4 +1,10 @@
-"""The rule that explains most bytes of a quantizer: a search over the fields of `Recipe`, stage by stage."""
+"""The rule with the most bytes of a quantizer: a search over the fields of `Recipe`.
+
+The search has three parts: the fields of the scales, from every named dialect and every order of operations; the fields
+of the elements, given these scales; the fields left open by the bytes. `_descend` changes a group of fields at a time,
+with all their values, until no change explains more bytes. The numbers below limit the time of the search. A small
+limit can miss a rule, and accepts no wrong rule: the report counts all bytes that the found rule does not explain.
+"""
 
 from __future__ import annotations
 
@@ -29,33 +35,33 @@ from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.recipes import Recipe, find_recipe, own_rules
 
 _ORDER = ("tensor_scale", "block_scale", "scale_rounding", "statistics")
-"""Fields that decide the scales of ordinary blocks."""
+"""Fields with an effect on the scales of ordinary blocks."""
 _FLOAT_SCALES = (*_ORDER[:3], "largest_scale")
-"""Fields of float32 scales: an infinite max/amax is the largest scale, and amax/max has none."""
+"""Fields of float32 scales: an infinite max/amax becomes the largest scale, and amax/max is never infinite."""
 _FIRST_SCALES = (*_ORDER, "zero_block", "smallest_scale")
-"""Fields of scales with all of whose values the search starts."""
+"""Fields of scales; the search starts from all their values."""
 _EDGES = (("tensor_limit", "nan", "smallest_amax"), ("zero_block", "smallest_scale"))
-"""Fields that decide the remaining scales, in groups whose values hide each other."""
+"""Fields with an effect on the remaining scales, in groups whose values hide each other's effect."""
 _FIRST_ELEMENTS = ("element_scale", "rounding", "zero_scale")
 _LAST_ELEMENTS = (("negative_zero",), ("nan_code",), ("zero_scale",), ("zero_scale", "nan_code"))
 _ANY_ELEMENTS = ("x/(s/enc)", "x/(s*dec)", "x/s")
-"""A form of the elements for each form of the tensor scale, while scales are searched."""
+"""A form of the elements per form of the tensor scale, during the search for the scales."""
 _TENSOR = ("tensor_scale", "block_scale", "statistics")
 _DEAD = ("zero_scale", "negative_zero", "nan_code")
-"""Fields that decide codes of blocks with a scale of 0 or NaN together."""
+"""Fields with a joint effect on the codes of blocks with a scale of 0 or NaN."""
 _STARTS = 16
-"""Number of forms and roundings of elements whose further choices are searched on a part of the rows."""
+"""Number of pairs (form, rounding) of elements, best first, whose remaining fields are searched on a part of the
+rows."""
 _BEHIND = 4
-"""Factor in differing codes from which a form and rounding is no longer tried."""
+"""A pair (form, rounding) is dropped if it has this many times the differing codes of the best pair (plus 100)."""
 _ON_ALL_ROWS = 3
-"""Number of rules for the elements that are tried on all rows."""
+"""Number of rules for the elements tried on all rows."""
 _NEAR = 3
-"""Number of dialects from which the differences of a rule are counted, nearest by bytes and by inputs."""
+"""Number of dialects compared with the found rule: this many nearest by bytes, and this many nearest by inputs."""
 _OF_ORDER, _OF_FORM = 4, 100
-"""Number of rules for the scales with each order of operations, and with each form of the tensor scale, that are ranked
-on all inputs."""
+"""Number of rules for the scales ranked on all inputs: per order of operations, and per form of the tensor scale."""
 _STARTS_OF_FORM = 2
-"""Number of starting points of the search for the scales with each form of the tensor scale."""
+"""Number of starting points of the search for the scales, per form of the tensor scale."""
 _COUPLED = (
     ("tensor_scale", "block_scale", "element_scale", "zero_scale"),
     ("tensor_scale", "tensor_limit", "statistics"),
@@ -63,9 +69,9 @@ _COUPLED = (
     ("block_scale", "zero_block", "statistics"),
     ("rounding", "nan_code"),
 )
-"""Fields that often change together, because a recipe excludes some of their combinations."""
+"""Fields often changed together, because a recipe excludes combinations of their values."""
 _FORM = ("tensor_scale", "block_scale", "element_scale", "zero_scale")
-"""Fields of a recipe with a single scale for a tensor: the value of a field excludes values of the other fields."""
+"""Fields of a recipe with a single scale for a tensor: a value of a field excludes values of the remaining fields."""
 
 
 @dataclass
@@ -81,11 +87,11 @@ class Agreement:
     explained: int
     """Inputs with every byte equal."""
     alike: int
-    """Inputs that differ only in signs of 0 and NaN and in codes under scales of 0 or NaN."""
+    """Number of inputs with differences only in signs of 0 and NaN and in codes under scales of 0 or NaN."""
 
     @property
     def plain(self) -> Recipe:
-        """The dialect with the first element in the low nibble, as rules are compared."""
+        """The dialect with the first element in the low nibble, the form of all compared rules."""
         return with_fields(self.recipe) or self.recipe
 
     @property
@@ -99,21 +105,21 @@ class Fit:
     """The rule of a quantizer."""
 
     recipe: str
-    """The recipe that it was asked for."""
+    """Name of the requested recipe."""
     rules: Rules = field(repr=False)
     """Rules on the bytes of the quantizer."""
     agreements: list[Agreement]
     """Named dialects, nearest first."""
     rule: Recipe
-    """The rule that explains most bytes, with as few fields as possible that differ from the nearest dialect."""
+    """The rule with the most explained bytes, and with as few changes of the nearest dialect as possible."""
     nearest: Agreement
-    """The dialect from which `rule` differs in the fewest fields."""
+    """The dialect with the fewest fields different from `rule`."""
     changes: dict[str, tuple[Any, Any]]
-    """Fields in which `rule` differs from `nearest`: the value of the dialect, and of the rule."""
+    """Fields of `rule` different from `nearest`: the value of the dialect, and of the rule."""
     alternatives: dict[str, list[Any]]
-    """Other values of fields that explain as many bytes: the inputs do not separate them."""
+    """Alternative values of fields with as many explained bytes: no input separates the values."""
     differences: list[Difference] = field(default_factory=list)
-    """Bytes that `rule` does not explain, by class."""
+    """Bytes not explained by `rule`, by class."""
 
     @property
     def observed(self) -> Observed:
@@ -127,7 +133,7 @@ class Fit:
 
     @property
     def explained(self) -> bool:
-        """Whether every byte is that of a dialect with the listed changes and differences, each of a known class."""
+        """Whether a dialect with the listed changes, and differences of known classes, explains every byte."""
         return _known(self.differences)
 
     @property
@@ -176,7 +182,8 @@ def fitted(observed: Observed, dialects: list[Recipe]) -> Fit:
     if best.score == Score(0, 0):
         return Fit(str(observed.recipe), rules, agreements, best.plain, best, {}, {}, [])
     if best.score.major == 0:
-        # Every value is that of the dialect. Another choice of signs of 0 or of dead blocks counts if it explains all.
+        # Every value equals the dialect's. A changed choice of signs of 0 or of dead blocks counts only if it explains
+        # all.
         found = _descend(best.plain, _LAST_ELEMENTS, rules.code_score, _with_elements)
         found = min((found, _elements(rules, [best.plain])), key=rules.code_score)
         exact = rules.code_score(found) == Score(0, 0)
@@ -188,14 +195,14 @@ def fitted(observed: Observed, dialects: list[Recipe]) -> Fit:
         left = classified(rules, rule)
         if not _known(left):
             rule, nearest, changes = simple[0]  # the ranking decides where fields are no facts
-        # Many special bytes may outweigh the fields of a dialect. A rounding that leaves ties is none.
+        # Many special bytes may outweigh the fields of a dialect. A rounding with unexplained ties is no fact.
         doubtful = not _known(left) or ("rounding" in changes and any(d.kind == "rounding of ties" for d in left))
         near_by_inputs = sorted(agreements, key=lambda agreement: -agreement.alike)[:_NEAR]
         near_alone = (*agreements[:_NEAR], *near_by_inputs)
         whole = (near for near in near_alone if _known(classified(rules, near.plain)))
         if doubtful and (named_alone := next(whole, None)) is not None:
             rule, nearest, changes = named_alone.plain, named_alone, {}
-        # An order of operations that explains no class of differences is no fact.
+        # An order of operations without a further explained class of differences is no fact.
         ordered = bool(changes) and changes.keys() <= set(_ORDER) and _known(left)
         if ordered and _kinds(classified(rules, nearest.plain)) <= _kinds(left):
             rule, changes = nearest.plain, {}
@@ -238,7 +245,7 @@ def _search(rules: Rules, starts: list[Recipe]) -> Recipe:
 
 
 def _equal_scales(rules: Rules, found: Recipe) -> list[Recipe]:
-    """`found`, and rules of equal score for the scales with other tensor scales, an ulp apart: the elements decide."""
+    """`found`, and rules of equal score for the scales with tensor scales an ulp apart: the elements decide."""
     alike = {rules.tensor_key(found): found}
     for values in product(*(CHOICES[name] for name in _TENSOR)):
         recipe = _with_scales(found, _TENSOR, values)
@@ -248,17 +255,17 @@ def _equal_scales(rules: Rules, found: Recipe) -> list[Recipe]:
 
 
 def _rest() -> list[tuple[str, ...]]:
-    """Fields of scales that no other group has, one by one."""
+    """Fields of scales in no group above, as groups of a single field."""
     grouped = {name for group in (_ORDER, *_EDGES) for name in group}
     return [(name,) for name in SCALE_FIELDS if name not in grouped]
 
 
 def _orders(rules: Rules, starts: list[Recipe]) -> list[Recipe]:
-    """`starts`, and the nearest of them with all values of the first fields, best first."""
+    """`starts`, and the nearest start with all values of the first fields, best first."""
     base = min(starts, key=rules.scale_score)
     found = (_with_scales(base, _FIRST_SCALES, values) for values in _values(base, _FIRST_SCALES))
     orders = dict.fromkeys([*starts, *(recipe for recipe in found if recipe is not None)])
-    # The inputs of a single dtype choose the rules that are compared on all inputs: the best of every order.
+    # The inputs of a single dtype choose the rules for a comparison on all inputs: the best of every order.
     known, near = set(starts), list[Recipe]()
     seen: Counter[Any] = Counter()
     for recipe in sorted(orders, key=lambda recipe: rules.sampled_scale_score(recipe, rules.one_dtype)):
@@ -270,7 +277,7 @@ def _orders(rules: Rules, starts: list[Recipe]) -> list[Recipe]:
 
 
 def _values(base: Recipe, names: tuple[str, ...]) -> Iterable[tuple[Any, ...]]:
-    """All values of fields, without forms that no recipe of this kind has."""
+    """All values of fields, without forms excluded by every recipe of this kind."""
     if "block_scale" not in names:
         return product(*(CHOICES[name] for name in names))
     forms, roundings = _forms(find_recipe(base.name))
@@ -288,7 +295,7 @@ def _forms(base: Recipe) -> tuple[list[tuple[Any, ...]], list[Any]]:
 
 @lru_cache(maxsize=1 << 16)
 def _with_scales(base: Recipe, names: tuple[str, ...], values: tuple[Any, ...]) -> Recipe | None:
-    """`base` with other choices of the scales, and if they need it with another form of elements, zero block or largest
+    """`base` with changed choices of the scales, and if necessary a changed form of elements, zero block or largest
     scale."""
     changed = dict(zip(names, values, strict=True))
     if (changed.get("tensor_scale", base.tensor_scale) == "given") != (base.tensor_scale == "given"):
@@ -312,7 +319,7 @@ def _factor(expression: str) -> str:
 
 
 def _elements(rules: Rules, starts: list[Recipe]) -> Recipe:
-    """One of `starts` with the choices of the elements, whichever has the best score."""
+    """The rule with the best score: a start with its best choices of the elements."""
 
     @cache
     def by_one(recipe: Recipe) -> Score:
@@ -329,7 +336,7 @@ def _elements(rules: Rules, starts: list[Recipe]) -> Recipe:
             if (changed["rounding"] == "stochastic") == (start.rounding == "stochastic"):
                 recipe = with_fields(start, **changed)
                 first += [recipe] if recipe is not None else []
-    # The best of every form and rounding, then the choices that only few codes show, on a part of the rows.
+    # The best of every form and rounding, then the choices visible in few codes, on a part of the rows.
     kinds: dict[Any, Recipe] = {}
     for candidate in sorted(first, key=by_one):
         kinds.setdefault((rules.tensor_key(candidate), candidate.element_scale, candidate.rounding), candidate)
@@ -352,7 +359,7 @@ def _elements(rules: Rules, starts: list[Recipe]) -> Recipe:
 
 
 def _zero_scale_of(known: Recipe, start: Recipe, changed: dict[str, Any]) -> str:
-    """The choice of `known` for a scale of 0, or if it does not go with a form the first choice that does."""
+    """The choice of `known` for a scale of 0, or the first choice that fits the form."""
     for zero in (known.zero_scale, *CHOICES["zero_scale"]):
         if with_fields(start, **(changed | {"zero_scale": zero})) is not None:
             return str(zero)
@@ -369,7 +376,7 @@ def _descend(
     score: Callable[[Recipe], Score],
     changed: Callable[[Recipe, tuple[str, ...], tuple[Any, ...]], Recipe | None],
 ) -> Recipe:
-    """The best rule that is reached from `start` by changes of one group of fields at a time."""
+    """The best rule reachable from `start` by changes of a group of fields at a time."""
     best, least = start, score(start)
     improved = True
     while improved and least != Score(0, 0):
@@ -388,7 +395,8 @@ def _descend(
 def simplified(
     rules: Rules, found: Recipe, agreement: Agreement
 ) -> tuple[Recipe, Agreement, dict[str, tuple[Any, Any]]]:
-    """`found` with the values of a dialect in every field where they explain as many bytes, and what still differs."""
+    """`found` with the value of a dialect in every field in which the dialect explains as many bytes, the dialect, and
+    the remaining changes."""
     dialect, least = agreement.plain, rules.score(found)
     rule = found
     for group in (*((name,) for name in CHOICES), *_COUPLED):
@@ -399,7 +407,7 @@ def simplified(
         if recipe is not None and rules.score(recipe) <= least:
             rule, least = recipe, rules.score(recipe)
     if rules.code_score(rule).minor:
-        # Signs of 0 and dead codes stay unexplained: a choice that explains a part of them says less than their class.
+        # Signs of 0 and dead codes stay unexplained: a choice with a part of these codes says less than their class.
         for name, *more in _LAST_ELEMENTS:
             recipe = None if more else with_fields(rule, **{name: getattr(dialect, name)})
             if recipe is not None and rules.score(recipe).major <= least.major:
@@ -408,13 +416,13 @@ def simplified(
 
 
 def _changes(dialect: Recipe, rule: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Fields in which a rule differs from a dialect: the value of either."""
+    """Fields with different values in a rule and a dialect: both values."""
     pairs = {name: (getattr(dialect, name), getattr(rule, name)) for name in CHOICES}
     return {name: (theirs, own) for name, (theirs, own) in pairs.items() if theirs != own}
 
 
 def _alternatives(rules: Rules, rule: Recipe) -> list[tuple[str, Any, Recipe]]:
-    """A field, another value and the rule with this value, for each such rule of equal score."""
+    """The changed rules of equal score: the field, its value, and the rule."""
     least = rules.score(rule)
     found: list[tuple[str, Any, Recipe]] = []
     for name, choices in CHOICES.items():
@@ -431,7 +439,8 @@ def _alternatives(rules: Rules, rule: Recipe) -> list[tuple[str, Any, Recipe]]:
 
 
 def _with_value(rule: Recipe, name: str, value: Any) -> Iterable[Recipe]:
-    """`rule` with another value of a field. If the value excludes other fields: with each choice of those fields."""
+    """`rule` with a changed value of a field. If the value excludes values of further fields: with every choice of
+    these."""
     plain = with_fields(rule, **{name: value})
     if plain is not None:
         return [] if plain == rule else [plain]
@@ -445,9 +454,9 @@ def _with_value(rule: Recipe, name: str, value: Any) -> Iterable[Recipe]:
 
 
 def _separated(backend: Backend, result: Fit, device: str, seed: int) -> Fit:
-    """`result` with the rule that also explains further inputs, on which its alternatives give other bytes.
+    """`result` with the rule that also explains further inputs, on which its alternatives give different bytes.
 
-    Inputs are drawn, and the backend is asked for those that separate the rule from an alternative.
+    Inputs are drawn, and the backend runs on inputs that separate the rule from an alternative.
     """
     recipe, rule = result.observed.recipe, result.rule
     drawn = probes(recipe, seed, device)
@@ -468,7 +477,7 @@ def _separated(backend: Backend, result: Fit, device: str, seed: int) -> Fit:
             remaining.setdefault(name, []).append(value)
         elif seen.score(other) > seen.score(rule):
             rejected.add(other)
-        else:  # the alternatives of the better rule may be others
+        else:  # the better rule may have different alternatives
             rejected.add(rule)
             rule, given, remaining = other, _given(other, recipe, drawn, device), {}
             queue = _alternatives(result.rules, rule)
@@ -482,7 +491,7 @@ def _separated(backend: Backend, result: Fit, device: str, seed: int) -> Fit:
 
 
 def _given(rule: Recipe, recipe: Recipe, inputs: list[Given], device: str) -> Rules | None:
-    """What `rule` gives for these inputs; None if it refuses one."""
+    """The bytes of `rule` for these inputs; None if the rule refuses an input."""
     door = Backend.local(
         "rule", SimpleNamespace(quantize=lambda x, _, **options: reference.quantize(x, rule, **options))
     )
@@ -494,7 +503,7 @@ def _given(rule: Recipe, recipe: Recipe, inputs: list[Given], device: str) -> Ru
 
 
 def _separating(drawn: list[Given], given: Rules, other: Recipe) -> list[Given]:
-    """At most two of the inputs for which `other` does not give these bytes."""
+    """At most two of the inputs with different bytes under `other`."""
     found = []
     for number, stack in enumerate(given.observed.stacks):
         dtype = stack.names[0].split(" ")[1]

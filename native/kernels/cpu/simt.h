@@ -16,18 +16,16 @@
 // Not modelled: divergence inside a warp between barriers, memory ordering weaker than the CPU's, dynamic shared memory.
 #pragma once
 
+// <mutex>, <thread>, <vector> and <numeric> would be half of the compile time of a small source.
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
-#include <numeric>
+#include <pthread.h>
 #include <sys/mman.h>
-#include <thread>
 #include <utility>
-#include <vector>
 
 #if !defined(__x86_64__) && !defined(SIMT_UCONTEXT)
 #define SIMT_UCONTEXT
@@ -40,6 +38,9 @@
 #endif
 #ifdef _OPENMP
 #include <omp.h>
+#else
+#include <thread>
+#include <vector>
 #endif
 
 #define __global__
@@ -160,7 +161,9 @@ struct Worker {
     Stack scheduler;
     Stack abandoned;
     char* stacks;
-    std::vector<int> free_slots;
+    int free_slots[MAX_THREADS];
+    unsigned free_count = 0;
+    Worker* next_idle = nullptr;
     void (*run)();
     void** arguments;
     std::uint64_t random;
@@ -176,7 +179,7 @@ struct Worker {
             std::fprintf(stderr, "simt: no memory for %u thread stacks\n", MAX_THREADS);
             std::abort();
         }
-        for (int slot = MAX_THREADS - 1; slot >= 0; --slot) free_slots.push_back(slot);
+        for (int slot = MAX_THREADS - 1; slot >= 0; --slot) free_slots[free_count++] = slot;
     }
 
     unsigned next_random() {  // xorshift64*
@@ -214,8 +217,7 @@ struct Worker {
         if (to != count) {
             Fiber& fiber = fibers[to];
             if (states[to] == FRESH) {
-                fiber.slot = free_slots.back();
-                free_slots.pop_back();
+                fiber.slot = free_slots[--free_count];
                 prepare_stack(fiber.stack, stacks + fiber.slot * STACK_STEP, run);
             }
             make_current(to);
@@ -233,7 +235,7 @@ struct Worker {
 
     // For the sanitizer, a noreturn call ends the lifetime of all variables on the stack.
     [[noreturn]] SIMT_WITHOUT_REDZONES void leave_for_good(unsigned to, int slot) {
-        free_slots.push_back(slot);
+        free_slots[free_count++] = slot;
         leave(abandoned, to, true);
         std::abort();  // unreachable
     }
@@ -285,7 +287,7 @@ struct Worker {
         block_index = {linear % launch.grid.x, linear / launch.grid.x % launch.grid.y,
                        linear / launch.grid.x / launch.grid.y};
         std::memset(states, FRESH, count);
-        if (launch.order == SHUFFLED) std::iota(order, order + count, 0u);
+        for (unsigned t = 0; launch.order == SHUFFLED && t < count; ++t) order[t] = t;
         random = launch.seed * 0x9E3779B97F4A7C15ull + linear + 1;
         for (live = count; live > 0;) {
             if (launch.order == SHUFFLED) shuffle();
@@ -354,20 +356,22 @@ struct Worker {
 // ---- a grid of blocks ------------------------------------------------------------------------------------------------
 
 // Workers keep their stacks between launches: new pages would cost more than a small kernel.
-inline std::mutex idle_lock;
-inline std::vector<Worker*> idle_workers;
+inline pthread_mutex_t idle_lock = PTHREAD_MUTEX_INITIALIZER;
+inline Worker* idle_workers = nullptr;
 
 inline Worker* take_worker() {
-    std::lock_guard<std::mutex> guard(idle_lock);
-    if (idle_workers.empty()) return new Worker();
-    Worker* taken = idle_workers.back();
-    idle_workers.pop_back();
-    return taken;
+    pthread_mutex_lock(&idle_lock);
+    Worker* taken = idle_workers;
+    if (taken) idle_workers = taken->next_idle;
+    pthread_mutex_unlock(&idle_lock);
+    return taken ? taken : new Worker();
 }
 
 inline void return_worker(Worker* taken) {
-    std::lock_guard<std::mutex> guard(idle_lock);
-    idle_workers.push_back(taken);
+    pthread_mutex_lock(&idle_lock);
+    taken->next_idle = idle_workers;
+    idle_workers = taken;
+    pthread_mutex_unlock(&idle_lock);
 }
 
 // IEEE arithmetic during a launch, for any mode of the calling thread: nearest even, with subnormal numbers.
@@ -387,12 +391,14 @@ inline void say_where(char* text, std::size_t size) {
 }
 #endif
 
+inline std::uint64_t common_divisor(std::uint64_t a, std::uint64_t b) { return b ? common_divisor(b, a % b) : a; }
+
 // The block at a position of the order. Shuffled: a step coprime to the number of blocks visits every block once.
 inline unsigned block_at(const Launch& launch, unsigned position, unsigned blocks) {
     if (launch.order == FORWARD) return position;
     if (launch.order == REVERSE) return blocks - 1 - position;
     std::uint64_t step = blocks / 2 + 1;
-    while (std::gcd(step, std::uint64_t{blocks}) != 1) ++step;
+    while (common_divisor(step, blocks) != 1) ++step;
     return static_cast<unsigned>((position * step + blocks / 3 + launch.seed - 1) % blocks);
 }
 

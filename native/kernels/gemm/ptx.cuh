@@ -461,9 +461,27 @@ __device__ __forceinline__ void wgmma_m64n256k16_f32_bf16_bf16(float (&d)[128], 
         : "l"(a), "l"(b));
 }
 
-// d += a * b^T of 64 rows of a, in registers, and 64 or 128 rows of b over 16 columns, asynchronously. Numbers of type T, bf16
+// d += a * b^T of 64 rows of a, in registers, and 32, 64 or 128 rows of b over 16 columns, asynchronously. Numbers of type T, bf16
 // or fp16. Thread 4g + t of a warp has rows g and g + 8 of the 16 rows of the warp: pairs of columns 2t and 2t + 1, of both
 // rows, then 2t + 8 and 2t + 9. `b` is a matrix descriptor.
+#define NARROWGAUGE_WGMMA(TYPE)                                                                                        \
+    asm volatile(                                                                                                      \
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {"                                               \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "                                      \
+        "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"                                                                       \
+        :                                                                                                              \
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),              \
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])         \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+template <class T>
+__device__ __forceinline__ void wgmma_m64n32k16_f32(float (&d)[16], const u32 (&a)[4], u64 b) {
+    if constexpr (is_bf16<T>) {
+        NARROWGAUGE_WGMMA("bf16");
+    } else {
+        NARROWGAUGE_WGMMA("f16");
+    }
+}
+#undef NARROWGAUGE_WGMMA
 #define NARROWGAUGE_WGMMA(TYPE)                                                                                        \
     asm volatile(                                                                                                      \
         "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {"                                               \

@@ -1,7 +1,7 @@
 """The softmax of attention in its parts: logits, weights in a narrow dtype, and sums of values with weights.
 
-A kernel subtracts a running maximum m' in place of the maximum m, so that it holds p' = p·f with f = exp(m − m'). The
-factor cancels in the quotient by the sum of the weights. All intervals are those of p'/f.
+A kernel subtracts a running maximum m' in place of the maximum m, and holds p' = p·f with f = exp(m − m'). The
+factor cancels in the quotient by the sum of the weights. All intervals are intervals of p'/f.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from narrowgauge.spec.program import TILE, WEIGHT_DTYPES
 from narrowgauge.spec.summation import ACCUMULATOR_BITS, SMALLEST_SUBNORMAL, UNIT
 
 _FAR = -85.0
-"""A logit so far below the maximum, in base e, has a weight below 2^-122, and any factor of it vanishes."""
+"""A logit this far below the maximum, in base e, has a weight below 2^-122, and any factor of the weight vanishes."""
 _EXPONENTIAL = 5 * UNIT
 """Relative error of expf, exp2f and lg2: 2 ulp, 2.5 ulp from the exact number."""
 _POWER = 2.0**-14
@@ -33,9 +33,9 @@ from a power of two to the next tie of float16."""
 _LAG = 8 * math.log(2)
 """How far a maximum may lag behind, in base e: FlashAttention-4, flash_attn/cute/softmax.py at 0251105."""
 _NO_TOKEN = -(2.0**100)
-"""Score of a token that a request does not have. Its weight is 0 under a wrong mask too: kernels read no such token."""
+"""Score of a token outside of a request. Its weight is 0 under a wrong mask too: kernels read no such token."""
 _TINY = 2.0**-100
-"""A weight from which a sum of others does not round: it moves the sum by its own size at most."""
+"""Limit of tiny weights: a smaller weight moves a sum by its own size at most, roundings included."""
 
 
 @dataclass(frozen=True)
@@ -122,41 +122,55 @@ def places(x: Interval) -> Interval:
 
 @dataclass(frozen=True)
 class _Group:
-    """The heads of one request that share a head of its tokens."""
+    """The rows of one request, and G heads of its tokens that H heads of the rows share each."""
 
     rows: torch.Tensor
     """Places of the rows of the request: (R, 1)."""
     heads: torch.Tensor
-    """These heads: (H,)."""
+    """The heads of the rows: (G, H)."""
     tokens: slice
     """Tokens of the request."""
-    head: int
+    head: torch.Tensor
+    """The heads of the tokens: (G,)."""
 
     def of_rows(self, x: Interval) -> Interval:
-        """Numbers of the rows and heads: (R·H, …)."""
-        return x.arranged(lambda t: t[self.rows, self.heads].flatten(0, 1))
+        """Numbers of the rows and heads: (G, R·H, …)."""
+        return x.arranged(lambda t: t[self.rows[:, :, None], self.heads].transpose(0, 1).flatten(1, 2))
 
     def of_tokens(self, x: Interval, heads: int) -> Interval:
-        """Numbers of the tokens (tokens·heads, dim) for the head: (S, dim)."""
-        return x.arranged(lambda t: t.view(-1, heads, t.shape[1])[self.tokens, self.head])
+        """Numbers of the tokens (tokens·heads, dim) for each head: (G, S, dim)."""
+        return x.arranged(lambda t: t.view(-1, heads, t.shape[1])[self.tokens].movedim(1, 0)[self.head].contiguous())
+
+    def put(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Numbers of the rows and heads (G, R·H, N), in their places of a tensor (queries, q_heads, …)."""
+        found = part.view(len(part), len(self.rows), -1, part.shape[-1]).transpose(0, 1).flatten(1, 2)
+        whole[self.rows, self.heads.flatten(), : part.shape[-1]] = found
 
 
 def _groups(
-    tokens: Interval, request: torch.Tensor, head: torch.Tensor, lengths: torch.Tensor
+    tokens: Interval, request: torch.Tensor, head: torch.Tensor, lengths: torch.Tensor, *, apart: bool = False
 ) -> tuple[int, Iterator[_Group]]:
-    """Heads of the tokens, and the groups of all requests. Raises ValueError for other tokens than the lengths say."""
+    """Heads of the tokens, and the groups of all requests, `apart` with a head each. Raises ValueError for other tokens
+    than the lengths say."""
     if not int(lengths.sum()) or tokens.shape[0] % int(lengths.sum()):
         raise ValueError(f"{tokens.shape[0]} rows of tokens and heads are no heads of {int(lengths.sum())} tokens")
-    return tokens.shape[0] // int(lengths.sum()), _each(request, head, lengths)
+    return tokens.shape[0] // int(lengths.sum()), _each(request, head, lengths, apart)
 
 
-def _each(request: torch.Tensor, head: torch.Tensor, lengths: torch.Tensor) -> Iterator[_Group]:
+def _each(request: torch.Tensor, head: torch.Tensor, lengths: torch.Tensor, apart: bool) -> Iterator[_Group]:
+    of_head: dict[int, list[int]] = {}
+    for place, shared in enumerate(head.tolist()):
+        of_head.setdefault(shared, []).append(place)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for shared, places in of_head.items():
+        alike.setdefault((len(places), shared if apart else 0), []).append(shared)
     ends = lengths.cumsum(0).tolist()
     for number in sorted(set(request.tolist())):
         rows = (request == number).nonzero()
         tokens = slice(ends[number] - int(lengths[number]), ends[number])
-        for shared in sorted(set(head.tolist())):
-            yield _Group(rows, (head == shared).nonzero()[:, 0], tokens, shared)
+        for some in alike.values():
+            heads = torch.tensor([of_head[shared] for shared in some], device=head.device)
+            yield _Group(rows, heads, tokens, torch.tensor(some, device=head.device))
 
 
 def scores(
@@ -174,14 +188,15 @@ def scores(
     shape = (*q.shape[:2], int(lengths.max()))
     low, high = (q.low.new_full(shape, _NO_TOKEN) for _ in range(2))
     nan = torch.zeros(shape, dtype=torch.bool, device=q.low.device)
-    heads, groups = _groups(k, request, head, lengths)
+    heads, groups = _groups(k, request, head, lengths, apart=order is not None)
     for group in groups:
         pair = group.of_rows(q), group.of_tokens(k, heads)
+        if order is not None:  # of two matrices
+            pair = pair[0].arranged(lambda t: t[0]), pair[1].arranged(lambda t: t[0])
         factors = products.factors(pair[0], "float32", None), products.factors(pair[1], "float32", None)
         found = products.product_of_numbers(pair, factors, order, fewest=products.WIDE)
-        keys = pair[1].shape[0]
         for whole, part in ((low, found.low), (high, found.high), (nan, found.may_be_nan)):
-            whole[group.rows, group.heads, :keys] = part.view(len(group.rows), -1, keys)
+            group.put(part if order is None else part.unsqueeze(0), whole)
     if torch.equal(low, high):
         high = low
     return Interval(low, high, nan if bool(nan.any()) else None)
@@ -195,8 +210,8 @@ def of_tokens(q: Interval, x: Interval, request: torch.Tensor, head: torch.Tenso
     heads, groups = _groups(x, request, head, lengths)
     for group in groups:
         for whole, end in zip(found, ends, strict=True):
-            own = end.view(-1, heads)[group.tokens, group.head]
-            whole[group.rows, group.heads, : len(own)] = own
+            own = end.view(-1, heads)[group.tokens].mT[group.head].unsqueeze(1)
+            group.put(own.expand(-1, len(group.rows) * group.heads.shape[1], -1), whole)
     return Interval(found[0], found[-1])
 
 
@@ -289,12 +304,12 @@ def weighted_sum(
     heads, groups = _groups(v, request, head, lengths)
     for group in groups:
         tokens = group.of_tokens(v, heads).low
-        keys = slice(0, len(tokens))
-        if len(tokens) > p.shape[2]:
-            raise ValueError(f"a request has {len(tokens)} tokens, and {p.shape[2]} weights")
-        own = group.of_rows(p).arranged(partial(_first, keys))
+        count = tokens.shape[1]
+        if count > p.shape[2]:
+            raise ValueError(f"a request has {count} tokens, and {p.shape[2]} weights")
+        own = group.of_rows(p).arranged(partial(_first, count))
         for whole, part in zip((low, high), _sums(own, tokens, narrow=narrow), strict=True):
-            whole[group.rows, group.heads] = part.view(len(group.rows), -1, shape[2])
+            group.put(part, whole)
     nan = p.may_be_nan.any(-1, keepdim=True).expand(shape)
     if bool(((low == 0) | (high == 0)).any()):  # a sum of 0 has either sign
         low, high = torch.where(low == 0, -0.0, low), torch.where(high == 0, 0.0, high)
@@ -303,28 +318,32 @@ def weighted_sum(
     return Interval(low, high, nan if bool(nan.any()) else None)
 
 
-def _first(columns: slice, x: torch.Tensor) -> torch.Tensor:
-    return x[:, columns]
+def _first(count: int, x: torch.Tensor) -> torch.Tensor:
+    return x[..., :count]
 
 
 def _sums(p: Interval, v: torch.Tensor, *, narrow: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ends of the sums of p (G, rows, S) and v (G, S, N): (G, rows, N)."""
     positive, negative, size = v.clamp(min=0), v.clamp(max=0), v.abs()
     low, high = p.low @ positive + p.high @ negative, p.high @ positive + p.low @ negative
-    whole, tiny = p.high @ size, torch.where(p.high < _TINY, p.high, 0.0) @ size
-    n = (p.high >= _TINY).double() @ (v != 0).double()
-    quantum = _product_quantum(p.low, v)
+    vanishes, columns = p.high < _TINY, lowest_bit(v.mT.contiguous()).unsqueeze(-2)
+    whole, tiny = p.high @ size, torch.where(vanishes, p.high, 0.0) @ size
+    n = (~vanishes).double() @ (v != 0).double()
+    quantum = lowest_bit(torch.where(p.low < _TINY, 0.0, p.low)).unsqueeze(-1) * columns
     exact = (whole <= 2.0**ACCUMULATOR_BITS * quantum) if p.point else torch.zeros_like(low, dtype=torch.bool)
-    error = _error(n, whole, 24, 8, v.shape[0])
+    count = v.shape[-2]
+    error = _error(n, whole, 24, 8, count)
     if narrow:
         known = decode(encode(((p.low + p.high) / 2 * 256).float(), E4M3), E4M3, torch.float64) / 256
-        known = torch.where(p.high < _TINY, 0.0, known)
-        inside = ((known >= p.low) & (known <= p.high) | (p.high < _TINY)).all(-1, keepdim=True)
-        spread = (p.high - p.low <= 2.0**-8 * p.high) | (p.high < _TINY)
-        fits = known @ size <= 2.0**13 * _product_quantum(known, v)
+        known = torch.where(vanishes, 0.0, known)
+        inside = ((known >= p.low) & (known <= p.high) | vanishes).all(-1, keepdim=True)
+        spread = (p.high - p.low <= 2.0**-8 * p.high) | vanishes
+        # `known` has no number below _TINY but 0.
+        fits = known @ size <= 2.0**13 * (lowest_bit(known).unsqueeze(-1) * columns)
         safe = inside & spread.all(-1, keepdim=True) & fits
-        error = torch.where(safe, error, _error(n, whole, 13, 32, v.shape[0]))
+        error = torch.where(safe, error, _error(n, whole, 13, 32, count))
         exact &= safe
-    error = torch.where(exact, 0.0, error) + 2 * tiny + v.shape[0] * 2.0**-52 * whole * ~exact
+    error = torch.where(exact, 0.0, error) + 2 * tiny + count * 2.0**-52 * whole * ~exact
     return low - error, high + error
 
 
@@ -332,8 +351,3 @@ def _error(n: torch.Tensor, size: torch.Tensor, fraction: int, width: int, colum
     steps = n.clamp(max=-(-columns // width))
     relative = (n + steps) * 2.0**-fraction + steps * (2.0 ** -min(fraction, 23) + UNIT)
     return relative * size * (1 + 2.0**-10) + n * SMALLEST_SUBNORMAL
-
-
-def _product_quantum(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A power of two that all products of a row of p and a column of v are multiples of."""
-    return torch.outer(lowest_bit(torch.where(p < _TINY, 0.0, p)), lowest_bit(v.T.contiguous()))

@@ -1,4 +1,4 @@
-"""`assert_gemm`: the verdict is that of the bounds, whichever part of them is computed."""
+"""`assert_gemm`: the verdict equals the verdict of the bounds, for every computed part."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_verdict_is_that_of_the_bounds(recipes: tuple[str, str], device: str
 
 
 def sequential(a: Quantized, b: Quantized) -> torch.Tensor:
-    """Products of operands added one after the other in float32, without α: (M, N)."""
+    """Products of operands added in order in float32, without α: (M, N)."""
     left, right = operand(a).float(), operand(b).float()
     total = torch.zeros(a.shape[0], b.shape[0])
     for k in range(a.shape[1]):

@@ -1,4 +1,4 @@
-"""assert_rows_independent: functions whose rows are independent, and functions whose rows are not."""
+"""assert_rows_independent: functions with independent rows, and with dependent rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def x() -> torch.Tensor:
 
 
 def _changed(x: torch.Tensor, rows: torch.Tensor | slice, y: torch.Tensor | None = None) -> torch.Tensor:
-    """A result in which some rows have another last bit."""
+    """A result with a changed last bit in a few rows."""
     y = (x * 2 if y is None else y).clone()
     y.view(torch.int32)[rows] ^= 1
     return y

@@ -62,7 +62,7 @@ def test_a_missing_library_is_one_error_with_its_remedy(name):
 
 @pytest.fixture
 def broken_library(tmp_path, monkeypatch):
-    """A library whose `__init__` needs a missing extension, and whose inner module needs a class of another module."""
+    """A library with a missing extension in its `__init__`, and with a class of a second module in its inner module."""
     files = {
         "broken_library/__init__.py": "import missing_extension",
         "broken_library/quantizers/__init__.py": "raise RuntimeError('no driver')",

@@ -229,7 +229,7 @@ def test_a_cpu_has_kernels_of_its_own_in_vllm(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.long
 def test_one_row_of_compiled_torch_is_another_function() -> None:
-    """With M = 1 inductor fuses the sum into the mean, whose cast it drops; more rows have a kernel for each."""
+    """With M = 1 inductor fuses the sum into the mean, and drops its cast; more rows have a kernel for each."""
     compiled = torch_adapter.Backend("compiled")
     x, residual, weight = operands("add-rmsnorm")
     rows = [compiled.add_rmsnorm(x[i : i + 1], residual[i : i + 1], weight) for i in range(len(x))]

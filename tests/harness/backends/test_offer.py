@@ -63,7 +63,7 @@ def test_every_dialect_has_quick_cases():
     quick = [one for one in quick_cases() if one.operation == "quantize"]
     tables = (DIALECTS, MX_DIALECTS, *FP8_DIALECTS.values())
     bases = dict.fromkeys(name.partition("@")[0] for name in recipe_names())
-    # Compositions that share all stages with others: two of MX, and the update of the scale of delayed scaling.
+    # Compositions of stages of simpler operations: two of MX, and the update of the scale of delayed scaling.
     bases = [base for base in bases if not re.search(r"mxfp(6|8-e5m2).*-2d|-recent|-bulk", base)]
     pairs = [(base, dialect) for base in bases for dialect in {name for table in tables for name in table}]
     named = [(base, dialect) for base, dialect in pairs if has_dialect(base, dialect)]

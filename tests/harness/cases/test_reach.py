@@ -160,7 +160,7 @@ ALIGNED: list[tuple[str, Callable[[Any], Any]]] = [
     ("gemm-quantized", lambda case: case.recipe_label),
 ]
 """An operation, and a part of its cases that the quick tier of a GPU has on multiples of 128: many kernels take no
-others. A CPU has each recipe and each family there."""
+others. A CPU has every recipe and every family."""
 
 
 def not_aligned(operation: str, part: Callable[[Any], Any], device: str) -> list[Any]:

@@ -83,7 +83,7 @@ def complement(flat):
 
 
 def rolled_half(by):
-    """A generator whose lower rows are its upper rows, rolled by some columns."""
+    """A generator with lower rows equal to its upper rows, rolled by a few columns."""
 
     def generate(shape, seed, offset):
         upper = philox((shape[0] // 2, shape[1]), seed, offset)

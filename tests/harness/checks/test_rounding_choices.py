@@ -1,4 +1,4 @@
-"""Probabilities of a sampler: the results of all bytes, and the number of calls that show them."""
+"""Probabilities of a sampler: the results of all bytes, and the number of calls with these results."""
 
 import pytest
 import torch

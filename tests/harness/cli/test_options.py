@@ -19,7 +19,7 @@ RENAMED = [(command, *names) for command, table in OLD_NAMES.items() for names i
 
 
 def options(group: Any = GROUP, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every command, such as `baseline accept`, with each of its options."""
+    """Every command, for example `baseline accept`, with all its options."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from options(command, f"{prefix}{name} ")
@@ -34,7 +34,7 @@ def parsed(command: str, *words: str) -> dict[str, Any]:
 
 
 def required(command: str, *given: str) -> list[str]:
-    """Words that a command line needs beside the given ones."""
+    """Further words needed by a command line."""
     words = {
         "parity": ["reference", "native"],
         "dialect": ["reference"],

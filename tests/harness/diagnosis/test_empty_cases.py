@@ -15,7 +15,7 @@ from tests.harness.sample_backends import backend
 
 
 def _class_of(case: Case) -> tuple[Any, ...]:
-    """The method, the extents of 0, and the formats that decide which diagnoses run."""
+    """The method, the extents of 0, and the formats with an influence on the diagnoses."""
     recipes = [find_recipe(name) for name in case.recipe_names]
     empty = tuple(extent == 0 for extent in case.shape)
     packed, floats = any(r.element.bits == 4 for r in recipes), any(r.scale is FP32 for r in recipes)

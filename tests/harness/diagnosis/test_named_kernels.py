@@ -88,7 +88,7 @@ def last_column(s: Steps) -> torch.Tensor:
 
 
 def lanes(*order: int) -> Callable[[Steps], torch.Tensor]:
-    """The bytes of four elements in another order, or some bytes twice."""
+    """The bytes of four elements in a wrong order, or with repetitions."""
 
     def moved(s: Steps) -> torch.Tensor:
         shape = len(s.matrix), -(-s.matrix.shape[1] // s.recipe.block[1]) * s.recipe.block[1]

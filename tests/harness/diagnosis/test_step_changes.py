@@ -192,7 +192,7 @@ def test_a_wrong_product_in_a_fused_kernel(cause: str, make: Change, out_recipe:
 
 
 def test_other_inputs_refute_a_cause_of_a_product() -> None:
-    """A kernel with one mistake for some inputs, and with another for others, has no exact cause."""
+    """A kernel with two mistakes for two kinds of inputs has no exact cause."""
 
     def of_inputs(a: Any, b: Any, *, out_dtype: Any, c: Any, bias: Any) -> torch.Tensor:
         spread = decoded(a).abs().max() / decoded(a).abs().median()

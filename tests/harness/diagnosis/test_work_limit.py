@@ -148,7 +148,7 @@ def test_a_cause_without_complete_verification_is_not_exact(monkeypatch: pytest.
 
 
 def test_a_cause_is_not_exact_before_its_further_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is reached when the search for deviations has ended; the inputs that could refute them are tried next
+    """The limit is reached when the search for deviations has ended; the inputs for a refutation are tried next
     time."""
     families = []
     confirm = explain_quantize._Search.confirm

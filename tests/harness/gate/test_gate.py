@@ -140,7 +140,7 @@ def test_an_interrupted_run() -> None:
 
 
 def test_nothing_was_compared() -> None:
-    """Guard zones and repeated runs compare a kernel with itself: such stages alone prove nothing correct."""
+    """Guard zones and repeated runs compare a kernel with itself: these stages alone prove no result correct."""
     alone = record(compared=10, stages=[stage("memory", "guard", 10)])
     assert text(judge(run(alone), baseline_of(run(alone))).problems) == ["nothing was compared: no element in 1 case"]
 
@@ -281,7 +281,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_a_known_failure_satisfies_the_gate() -> None:
-    """One that is not in the baseline, one that is worse, one that is infinite; another failure of the run does not. A
+    """A figure outside of the baseline, a worse figure, an infinite figure; another failure of the run does not. A
     pass of a case that is known to fail is named."""
     expected = {"verdict": "fail", "known": "ties (https://x)", "message": "codes: off"}
     infinite = {"budget_max": math.inf, "budget_histogram": [560, *[0] * 9, 1]}

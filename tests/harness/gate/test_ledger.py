@@ -124,7 +124,7 @@ def test_every_table_of_deviations_is_on_the_page():
 
 
 def test_every_cause_has_a_mutant_or_a_test():
-    """A cause that nothing produces can be wrong unnoticed. Two tests produce every name of a table."""
+    """A cause without a test can be wrong unnoticed. Two tests produce every name of a table."""
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__))
     formulas = {row.cause for name, given, _ in RIGHT.values() for row, _ in wrong_formulas(name, given)}
     produced = {

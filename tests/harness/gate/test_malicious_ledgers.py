@@ -1,4 +1,4 @@
-"""Ledgers that excuse everything, or that cost memory or time: each is a single clear error."""
+"""Ledgers that excuse everything, or cost memory or time: each is a single clear error."""
 
 import pytest
 

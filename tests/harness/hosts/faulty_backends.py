@@ -247,7 +247,7 @@ def daemon(x: torch.Tensor, q: Any) -> Any:
 
 @attack("crash")
 def daemon_behind_the_parent_of_hosts(x: torch.Tensor, q: Any) -> Any:
-    """A process that outlives the starter, which ends processes."""
+    """A process left behind, and the parent of hosts killed."""
     parent = os.getppid()
     daemon(x, q)
     time.sleep(0.2)
@@ -417,7 +417,7 @@ def unprotects_its_input(x: torch.Tensor, q: Any) -> Any:
 
 @attack("pass", "crash", "fail")
 def writes_to_every_shared_file(x: torch.Tensor, q: Any) -> Any:
-    """By a descriptor that it opens anew; the connection and the mappings are closed to it."""
+    """By a newly opened descriptor; the connection and the mappings are closed to it."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "narrowgauge-" in line:
             place, *_ = line.split()
@@ -458,7 +458,7 @@ def changes_all_shared_results(x: torch.Tensor, q: Any) -> Any:
 
 
 class Subclass(torch.Tensor):
-    """A tensor that claims another shape."""
+    """A tensor with a wrong claimed shape."""
 
     @property
     def shape(self) -> Any:
@@ -479,7 +479,7 @@ class Refusing(torch.Tensor):
 
 
 class Lying:
-    """An object whose codes raise, sleep or are new ones."""
+    """An object with codes that raise, sleep or are new."""
 
     def __init__(self, codes: Callable[[], Any]) -> None:
         self._codes = codes

@@ -1,4 +1,4 @@
-"""More attacks of a backend, each in the case of one shape: by the documentation alone, and by the code of the host.
+"""Further attacks of a backend, by the shape of the case: by the documentation alone, and by the code of the host.
 
 `more_attacks:all` has all of them, and is right in all other cases.
 """

@@ -115,7 +115,7 @@ def right_record(shape: tuple[int, int]) -> Any:
 
 
 def check(shapes: list[tuple[int, int]], wanted: dict[tuple[int, int], frozenset[str]], *, lasting: bool) -> list[Any]:
-    """The records of the run in the current folder: one for each case, and passes with the right digests alone."""
+    """The records of the run in the current folder: a record per case, and passes with the right digests alone."""
     lines = Path("reports/latest/records.jsonl").read_text().splitlines()
     cases = [line for line in lines if line.startswith('{"case"')]
     assert len(cases) == len(shapes), "a case has no record, or several"
@@ -182,7 +182,7 @@ def test_results_of_any_kind_cost_their_own_case(way: str, folder: Path) -> None
 
 @pytest.mark.parametrize("way", ["1", *(pytest.param(way, marks=pytest.mark.long) for way in ("2", "pytest"))])
 def test_more_attacks_in_a_run(way: str, folder: Path) -> None:
-    """Cases without an attack lie among those that follow from the documentation."""
+    """Cases without an attack lie between the documented attacks."""
     shapes = [
         shape for pair in zip_longest(more_attacks.PLACES.values(), more_attacks.CLEAN) for shape in pair if shape
     ]

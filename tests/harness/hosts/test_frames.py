@@ -116,7 +116,7 @@ def test_file_descriptors_belong_to_their_message(ends: tuple[Connection, socket
 
 
 def test_descriptors_without_a_message_are_closed(ends: tuple[Connection, socket.socket]) -> None:
-    """A kernel that sends them would take all of the judge's."""
+    """A kernel could send descriptors until the judge has no more."""
     connection, theirs = ends
     before = len(os.listdir("/proc/self/fd"))
     theirs.setblocking(False)

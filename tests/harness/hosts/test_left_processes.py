@@ -28,7 +28,7 @@ def shared(name):
 
 
 class Files:
-    """The reference, which makes a file in /dev/shm, and opens one of another process. Both stay open."""
+    """The reference, with a new file in /dev/shm, and an opened file of a second process. Both stay open."""
 
     def quantize(self, x, recipe):
         opened = [shared("opened").open()] if shared("opened").exists() else []
@@ -37,7 +37,7 @@ class Files:
 
 
 class Daemon:
-    """The reference, which leaves another program, and kills the processes that would end it."""
+    """The reference, which leaves a program behind, and kills the parents that would end it."""
 
     def quantize(self, x, recipe):
         if not (child := os.fork()):
@@ -83,7 +83,7 @@ def test_a_process_that_started_since_the_last_look_is_found():
 
 
 def test_shared_memory_of_a_host_ends_with_it():
-    """System V shared memory outlives its process; that of other processes stays."""
+    """System V shared memory outlives its process; memory of further processes stays."""
     libc = ctypes.CDLL(None)
     mine = libc.shmget(0, 4096, 0o1600)
     told, tell = os.pipe()
@@ -103,7 +103,7 @@ def test_shared_memory_of_a_host_ends_with_it():
 
 @pytest.mark.parametrize("ending", ["end", "crash"])
 def test_files_in_shared_memory_end_with_their_host(ending, monkeypatch):
-    """Files that another process has open stay, and so do files that the host has not opened."""
+    """Files open in a second process stay, and files not opened by the host stay."""
     monkeypatch.setenv(SHARED, f"/dev/shm/narrowgauge-test-{os.getpid()}")
     made, opened, others = map(shared, ("made", "opened", "others"))
     with hosted_backend(f"{__name__}:Files") as backend, opened.open("wb"):

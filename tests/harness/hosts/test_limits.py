@@ -1,4 +1,4 @@
-"""Limits of what a kernel host says, and notes on what it takes and leaves."""
+"""Limits of the messages of a kernel host, and notes on its memory and remains."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_names_of_loaded_files_are_limited() -> None:
 
 
 class Ending(Kernels):
-    """The reference. Writes a line for each time that a host loads it, and ends its host in a case of 16 rows."""
+    """The reference. Writes a line per load of a host, and ends its host in a case of 16 rows."""
 
     def __init__(self) -> None:
         with open(os.environ["LOADED"], "a", encoding="utf-8") as file:
@@ -93,7 +93,7 @@ class Slow(Kernels):
 
 @pytest.mark.long
 def test_the_time_of_a_warm_up_belongs_to_no_case() -> None:
-    """Also in the host that replaces another within a case."""
+    """Also in a replacement host within a case."""
     with hosted_backend(f"{__name__}:Slow") as backend:
         assert backend.host.loading >= 12.0
         backend.host.close()

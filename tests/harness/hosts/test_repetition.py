@@ -25,7 +25,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees
 
 
 class Counting:
-    """A backend whose call number 100, 200, … gives another code."""
+    """A backend with a wrong code in call number 100, 200, …"""
 
     def __init__(self):
         self.calls = 0
@@ -90,7 +90,7 @@ class ReadsFar:
 
 
 class Layouts:
-    """A backend with methods that are called one on the result of the other."""
+    """A backend with methods called on each other's results."""
 
     swizzle, unswizzle = staticmethod(reference.swizzle), staticmethod(reference.unswizzle)
 

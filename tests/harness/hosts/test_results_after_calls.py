@@ -44,7 +44,7 @@ class Fresh:
 
 
 class Static(Fresh):
-    """One buffer for each shape."""
+    """A buffer per shape."""
 
     def __init__(self) -> None:
         self.buffers: dict[Any, torch.Tensor] = {}
@@ -56,13 +56,13 @@ class Static(Fresh):
 
 
 class Declared(Static):
-    """The same, and it says so."""
+    """The same, declared."""
 
     declares: ClassVar = {"results": "reused"}
 
 
 class Remembered(Fresh):
-    """The same tensor for equal inputs, and another for others."""
+    """The same tensor for equal inputs, and a new tensor for new inputs."""
 
     def __init__(self) -> None:
         self.results: dict[bytes, torch.Tensor] = {}
@@ -74,7 +74,7 @@ class Remembered(Fresh):
 
 
 class Arena(Fresh):
-    """Parts of one storage, each given once."""
+    """Parts of the same storage, without repetition."""
 
     def __init__(self) -> None:
         self.memory, self.used = torch.zeros(1 << 20, dtype=torch.uint8), 0

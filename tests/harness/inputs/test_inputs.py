@@ -333,7 +333,7 @@ def test_lattice_is_exact_at_any_depth(depth, dtype):
 
 
 def test_no_given_scale_is_the_own_one() -> None:
-    """A kernel that ignores a given scale then has other bytes."""
+    """A kernel that ignores a given scale then has different bytes."""
     recipe = find_recipe("fp8-delayed-e4m3")
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     own = torch.tensor(448.0) / x.abs().amax()

@@ -1,4 +1,5 @@
-"""Wrong kernels that a single family, value or number of sections catches: each passes the other cases of its row."""
+"""Wrong kernels that a single family, value or number of sections catches: the kernels pass the remaining cases of
+their rows."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ ROWS = {
     "one pass": (f"{NORM}/far-mean", [f"{NORM}/{f}" for f in ("normal", "outliers", "normal-1e-3")]),
     "no maximum": (f"{LAYER}/beyond-exp/heads:2", [f"{LAYER}/{f}/heads:2" for f in ("normal", "peaked")]),
 }
-"""The case that catches a kernel of `DOORS`, and cases that do not."""
+"""The case that catches a kernel of `DOORS`, and passing cases."""
 
 
 def wrong_stages(name: str, backend: Backend) -> list[str]:

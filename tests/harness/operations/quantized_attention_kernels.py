@@ -25,7 +25,7 @@ class Kernel:
     """Whether the softmax and the gradient of the scores stay in registers."""
 
     def operand(self, name: str, x: Tensor, recipe: Recipe) -> tuple[Any, Tensor]:
-        """What is reported, and the values that the products take."""
+        """The report, and the values in the products."""
         q = quantize(x, recipe)
         return q, dequantize(q, dtype=self.decode or x.dtype)
 
@@ -170,7 +170,7 @@ class Fused(Online):
 RIGHT: tuple[type[Kernel], ...] = (Kernel, Exact, RoundedGradient, Online, Reversed, Fused)
 
 
-# Wrong kernels, each with the stage that fails and the cause.
+# Wrong kernels with their failing stage and cause.
 
 
 class LeftOut(Kernel):

@@ -41,7 +41,7 @@ def evaluate(steps: Sequence[Step], result: str, case: Any, given: Tensors) -> T
 
 
 def without(steps: Sequence[Step], left_out: int) -> list[Step]:
-    """The steps without one of them: its result is its first argument."""
+    """The steps with a step left out: its result is its first argument."""
     name, _, arguments = steps[left_out]
     later = [(n, f, tuple(arguments[0] if word == name else word for word in words)) for n, f, words in steps]
     return [step for number, step in enumerate(later) if number != left_out]

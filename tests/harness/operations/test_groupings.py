@@ -53,7 +53,7 @@ Change = Callable[[Rows, list[Quantized]], tuple[Rows, list[Quantized]]]
 
 
 def kernels(change: Change = lambda rows, b: (rows, b), scale_row: int = 0) -> dict[str, Any]:
-    """gemm_contiguous and gemm_masked of the reference. `scale_row`: rows to the one whose scales a row takes."""
+    """gemm_contiguous and gemm_masked of the reference. `scale_row`: rows to the row with the scales."""
 
     def product(a: Quantized, b: Sequence[Quantized], rows: Rows, dtype: torch.dtype) -> torch.Tensor:
         found = torch.full((a.shape[0], b[0].shape[0]), torch.nan, dtype=dtype)

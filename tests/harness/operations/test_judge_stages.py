@@ -1,4 +1,5 @@
-"""Single bytes and numbers, wrong in one stage of a case: what each stage says of zeros, NaN, infinities, single steps.
+"""Single bytes and numbers, wrong in one stage of a case: the sentences of the stages about zeros, NaN, infinities,
+single steps.
 
 Right results are known here by construction, from bits, and not from the harness.
 """

@@ -115,7 +115,7 @@ def without_slope(dy: torch.Tensor, x: torch.Tensor) -> Bounded:
 
 
 def of_next_choice(x: torch.Tensor, ids: torch.Tensor, *, experts: int) -> tuple[torch.Tensor, ...]:
-    """Each row is that of the choice in the row before."""
+    """Every row belongs to the choice of the row before."""
     rows, source_rows, sizes = right_permute(x, ids, experts=experts)
     return rows, source_rows.roll(1, 0), sizes
 

@@ -1,4 +1,4 @@
-"""An operation of a user has the standing of the package's own: one file, and every command works on it."""
+"""An operation of a user has the standing of the package's own: a single file, and every command works."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def shaped(packed: torch.Tensor, scales: torch.Tensor, layout: str, sections: to
 
 
 def packing_in(change: Callable[[Layout], Layout]) -> Pack:
-    """A kernel that packs in another layout than it is asked for."""
+    """A kernel that packs in a wrong layout."""
 
     def pack(scales: torch.Tensor, layout: str, *, sections: torch.Tensor | None = None) -> torch.Tensor:
         other = change(LAYOUTS[layout])
@@ -78,7 +78,7 @@ def unmasked(scales: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def dirty(scales: torch.Tensor, layout: str) -> torch.Tensor:
-    """Padding that is not 0 where the layout wants 0."""
+    """Padding that is not 0, in a layout with 0."""
     packed = reference.pack_scales(scales, layout)
     packed[Packing(LAYOUTS[layout], tuple(scales.shape)).cells("0")] = 7
     return packed

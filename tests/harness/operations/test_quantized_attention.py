@@ -121,7 +121,7 @@ WRONG: dict[str, tuple[Kernel, str, str]] = {
     **{name: (Wrong(**steps), stage, cause) for name, (steps, stage, cause) in _BACKWARD.items()},
 }
 """By mistake, the kernel, the stage that fails and its cause. O and dqkv that are not quantized change no byte: the
-next product quantizes them by the same recipe, which leaves quantized numbers as they are."""
+next product quantizes by the same recipe, and quantized numbers stay."""
 
 
 def of_mistake(name: str) -> Any:
@@ -140,7 +140,7 @@ DELAYED = "DelayedScaling-history2-dpa"
 
 
 class NotMoved(transformer.AttentionOperands):
-    """Gradients of the attention whose scales stay as they are."""
+    """Gradients of the attention with unchanged scales."""
 
     def end_backward(self, recipe: TrainingRecipe) -> None:
         self.report("history", self.amax_history)

@@ -31,7 +31,7 @@ WEIGHTS = "weight-only-gemm/nvfp4/17x64x24/bf16/normal"
 
 
 class Serving(Kernels):
-    """Products whose sums have one order for every M."""
+    """Products with sums in the same order for every M."""
 
     def product(self, a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return (a.float().unsqueeze(1) * w.float()).cumsum(2)[..., -1]
@@ -136,7 +136,7 @@ def _spoilt(q: Any, part: str = "codes", row: int | slice = 0) -> Any:
 
 
 def _quantize(wrong: Callable[[torch.Tensor], bool], part: str = "codes", row: int | slice = 0) -> Doors:
-    """A quantizer that is wrong for the x of some shapes or contents."""
+    """A quantizer that is wrong for a few shapes or contents of x."""
 
     def quantize(x: torch.Tensor, recipe: Any, **options: Any) -> Any:
         q = reference.quantize(x, recipe, **options)
@@ -154,7 +154,7 @@ def _dequantize(q: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _gemm(change: Callable[[torch.Tensor], torch.Tensor]) -> Doors:
-    """A product whose change stays inside of its interval: another order of summation would give it too."""
+    """A product whose change stays inside of its interval: a different order of summation would give the same."""
     return {"gemm": lambda a, b, **options: change(reference.gemm(a, b, **options))} | INVARIANT
 
 

@@ -94,7 +94,7 @@ def sums(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 ALL_BUT_ZERO_SIGNS = {"codes-zero", "ties-away", "rows-zero", "scale-order", "signs-lost", "nibbles-swapped"}
 JUDGES: dict[str, tuple[Callable[..., Any], set[str], set[str]]] = {
-    # name: judge, some mistakes that the judge catches, some mistakes that the judge accepts
+    # name: judge, mistakes that the judge catches, mistakes that the judge accepts
     "always accepts": (lambda a, e: True, set(), {"codes-zero", "ties-away"}),
     "asserts nothing": (lambda a, e: None, set(), {"codes-zero", "ties-away"}),
     "equal values": (torch.equal, ALL_BUT_ZERO_SIGNS, {"negative-zero-lost"}),

@@ -234,7 +234,8 @@ def test_a_lost_journal_is_written_again(
 
 
 def test_the_loaded_sources_go_on_with_the_journal(tmp_path: Path) -> None:
-    """Written when they change, the last line counts; a resumed run has them, and so has a journal written again."""
+    """Written when they change, the last line counts; a resumed run has the sources, and a journal written again
+    too."""
     journal = Journal(tmp_path, run)
     journal.sources.unverified["k.cu"] = "why"
     journal.add(record("a"))

@@ -100,7 +100,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the folder, which is the current one."""
+    """A copy of the folder as the current folder."""
     shutil.copytree(made, tmp_path / "copy", symlinks=True)
     monkeypatch.chdir(tmp_path / "copy")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "copy" / "site-packages")])
@@ -116,7 +116,7 @@ def gate() -> Any:
 
 
 def test_a_run_lists_the_sources_of_its_backend(made: Path) -> None:
-    """Modules, also of a method; a shared library; declared files and variables; packages. Nothing that is not used."""
+    """Modules, also of a method; a shared library; declared files and variables; packages. Only used files."""
     run = read(made / "run")
     assert sorted(run.loaded) == [
         "file backend.py", "file csrc/nv.cu", "file kernels/__init__.py", "file kernels/lazy.py",

@@ -1,4 +1,4 @@
-"""Foreign saved failures that contradict themselves, or that cost memory or time: each is a single clear error."""
+"""Foreign saved failures with contradictions, or with a cost in memory or time: each is a single clear error."""
 
 from __future__ import annotations
 

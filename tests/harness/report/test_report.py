@@ -335,7 +335,7 @@ def explained(cause: str, *, exact: bool = True) -> dict[str, Any]:
 
 
 def test_one_cause_is_one_group_whatever_the_recipes(tmp_path: Path) -> None:
-    """The cause of most records explains all records that it can; a signature joins failures of a single place."""
+    """The cause of most records explains all possible records; a signature joins failures of a single place."""
     truncated, away, lane = explained("truncated"), explained("ties-away"), explained("place:lane-3", exact=False)
     records = [
         failing("a", explanations=[truncated, away]),

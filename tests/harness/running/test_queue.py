@@ -1,4 +1,4 @@
-"""Which task is next: few that are judged on a GPU at once, the largest first, and none that would not fit."""
+"""Which task is next: few tasks on a GPU at once, the largest first, within the memory."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def test_a_result_that_varies_is_not_said_to_need_earlier_cases() -> None:
 
 
 def test_a_failure_that_fails_again_costs_one_case_of_a_kind(monkeypatch) -> None:
-    """The first failure of a host has no earlier case. Of the others one of a kind is run again."""
+    """The first failure of a host has no earlier case. A single case per further kind is run again."""
     cases = cases_of(small_toml.matrix(shape=[[n, 32] for n in (16, 32, 64, 80)], dtype="bf16"))
     hosts = []
 

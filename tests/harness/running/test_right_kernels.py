@@ -574,7 +574,7 @@ GEMM_CASES = [
 ]  # fmt: skip
 MX_INF_CASES = cases("gemm", "mxfp8-e4m3 mxfp4 mxfp8-2d", GEMM_SHAPES, "inf zeros", "tn", dtypes="bf16xbf16-fp32")
 """An infinite element gives its block the scale 2^127. Codes times this scale exceed float32, and exact products of two
-operands need not. A kernel that decodes to float32 has an infinite operand, and declares it."""
+operands need not. A kernel that decodes to float32 has an infinite operand, and a declaration."""
 PROMOTED_CASES = cases(
     "gemm", "fp8-block-1x128-e4m3-pow2 fp8-block-1x128-e4m3-fp32+fp8-block-128x128-e4m3-fp32",
     [(9, 300, 7), (1, 160, 5)], "normal rounding cancelling nan inf", "tn", dtypes="bf16xbf16-fp32 bf16xbf16-bf16",

@@ -71,7 +71,7 @@ def test_a_gemm_shows_its_operands_and_its_output():
 
 
 def kernel(*, amax=None, encode=None, scales=None, codes=None):
-    """A kernel that is consistent in itself, with one intermediate result changed by the function given for it."""
+    """A consistent kernel, with an intermediate result changed by the given function."""
 
     def door(x, recipe):
         q = reference.quantize(x, recipe)

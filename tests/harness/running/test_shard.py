@@ -119,7 +119,7 @@ def pytest_run(pytester, *words):
 
 
 def test_pytest_leaves_a_shard(pytester):
-    """Of what -k leaves; the others are deselected, and tests that are no cases stay."""
+    """Of what -k leaves; the remaining cases are deselected, and tests that are no cases stay."""
     pytester.makepyfile("def test_of_something_else(): pass")
     result = pytest_run(
         pytester, "test_pytest_leaves_a_shard.py", "--co", "-q", "--ng-shard", "1/2", "-k", "48 or else"

@@ -41,7 +41,7 @@ def test_a_case_of_many_needs_a_smaller_p_value(monkeypatch):
 
 
 def test_a_run_counts_its_tasks(monkeypatch):
-    """Of three cases and two seeds, those whose recipe rounds stochastically or rotates: four times."""
+    """Of three cases and two seeds, the cases with stochastic rounding or a rotation: four times."""
     found = []
 
     class Refusing(Exception):

@@ -192,7 +192,7 @@ def test_the_smallest_product(where, expected, options):
 
 
 def spoiled_section(number):
-    """quantize_grouped with a wrong code in one of its sections, wherever that has 5 rows or more."""
+    """quantize_grouped with a wrong code in a section of 5 rows or more."""
 
     def door(x, sizes, recipe, **options):
         parts = reference.quantize_grouped(x, sizes, recipe, **options).sections()
@@ -283,7 +283,7 @@ def test_the_smallest_swizzle_and_history():
     ids=lambda case: case.id,
 )
 def test_a_right_kernel_is_right_on_every_part(case):
-    """A cropped case is a case: its reference and its kernel agree on which tensor is what."""
+    """A cropped case is a case: its reference and its kernel agree on the names of the tensors."""
     right = backend(**{door: getattr(reference, door) for door in vars(reference) if not door.startswith("_")})
     inputs = make_inputs(case)
     axes = case.axes

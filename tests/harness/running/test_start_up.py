@@ -1,4 +1,4 @@
-"""Start of a run: imports of its process, and the processes that it starts."""
+"""Start of a run: imports of its process, and its child processes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tests.paths import PLUGIN, ROOT
 pytest_plugins = ["pytester"]
 
 LIMIT = 6
-"""Seconds that a case may take, on a machine that may be busy with other tests; only the one that hangs takes them."""
+"""Seconds of a case, on a machine that may be busy with further tests; only the one that hangs takes them."""
 
 KERNELS = """
 import ctypes, os, resource, time
@@ -113,7 +113,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def move_to(folder, monkeypatch):
-    """Make a folder the current one, whose modules runs find, and nothing of this run of pytest."""
+    """Make a folder the current folder: runs find its modules, and no module of this run of pytest."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{folder}")

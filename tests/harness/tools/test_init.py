@@ -1,4 +1,4 @@
-"""`narrowgauge init`: the files that it writes, and its treatment of a user's files."""
+"""`narrowgauge init`: the written files, and its treatment of a user's files."""
 
 from __future__ import annotations
 

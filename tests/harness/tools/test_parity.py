@@ -79,7 +79,7 @@ def _strided(x: torch.Tensor, q: Any) -> Any:
 
 
 def _at(part: str, change: Callable[[torch.Tensor], torch.Tensor], where: Callable[[torch.Tensor], bool]) -> Function:
-    """A quantizer with one byte changed in some cases."""
+    """A quantizer with a changed byte in a few cases."""
 
     def kernel(x: torch.Tensor) -> Any:
         q = narrowgauge.quantize(x, "nvfp4")

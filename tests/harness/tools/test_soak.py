@@ -178,7 +178,7 @@ def test_a_kernel_that_is_sometimes_wrong_is_found(folder):
 
 
 def ledger(**keys):
-    """A ledger with the case that is wrong on some seeds."""
+    """A ledger with the case that is wrong on a few seeds."""
     return small_toml.known(case="quantize/nvfp4/16x32/fp32/normal", backend="soak_kernels:Now", **keys)
 
 

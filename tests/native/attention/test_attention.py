@@ -167,7 +167,7 @@ def expected(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: list[int], counts: list[int],
     scale: float, causal: bool, options: Options,
 ) -> Result:  # fmt: skip
-    """Attention in float64, one row after the other."""
+    """Attention in float64, row by row."""
     group, page = q.shape[1] // k.shape[2], k.shape[1]
     out = torch.zeros(*q.shape[:2], v.shape[3], dtype=torch.float64)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)

@@ -31,7 +31,7 @@ Product = tuple[str, tuple[torch.Tensor, ...], dict[str, Any], torch.Tensor]
 
 
 def signs(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """+1 and −1 in turn, so that an even number of them has the mean 0."""
+    """+1 and −1 in turn: an even number of elements has the mean 0."""
     return (1 - 2 * (torch.arange(shape[1]) % 2)).expand(shape).to(dtype)
 
 

@@ -68,7 +68,7 @@ def test_any_m_and_n_are_quantized(n: int) -> None:
 
 
 def test_the_scale_of_a_block_depends_on_the_output_dtype() -> None:
-    """An amax so small that 448/amax is infinite gives the largest number of that type."""
+    """A tiny amax with an infinite 448/amax gives the largest number of the type."""
     codes = torch.tensor([[0x38]], dtype=torch.uint8)
     a = Quantized(codes, torch.tensor([[60]], dtype=torch.uint8), None, find_recipe("mxfp8-e4m3"), (1, 1))
     b = Quantized(codes, torch.tensor([[60 - 5]], dtype=torch.uint8), None, find_recipe("mxfp8-e4m3"), (1, 1))

@@ -32,13 +32,13 @@ SHAPES = [(16, 32, 512), (7, 40, 2560), (33, 86, 512), (17, 150, 1152), (1, 1, 5
 FP8 = ("fp8-current-e4m3", "fp8-block-1x128-e4m3", "fp8-block-128x128-e4m3")
 E4M3 = ("mxfp8-e4m3", *FP8)
 NAMES = ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", *E4M3]
-"""Recipes of b. The recipe of a is one that b can be multiplied by."""
+"""Recipes of b. The recipe of a can be multiplied by b's."""
 
 SOURCES = {family: skinny.text(family) for family in ("nvfp4", "mx", "fp8")}
 
 
 def spread(rows: int, columns: int, seed: int) -> torch.Tensor:
-    """Blocks of 32 numbers of very different size, so that sums round."""
+    """Blocks of 32 numbers of very different size: sums round."""
     generator = torch.Generator().manual_seed(seed)
     powers = torch.randint(-8, 8, (rows, columns // 32, 1), generator=generator)
     numbers = torch.randn(rows, columns // 32, 32, generator=generator)
@@ -195,7 +195,7 @@ def test_few_rows_of_a_large_matrix_take_this_path_on_hopper(monkeypatch: pytest
 
 
 def test_gemm_uses_the_path_and_gemm_order_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sections, and a K that is no multiple, use other kernels."""
+    """Sections, and a K that is no multiple, use different kernels."""
     a, b = operands("mxfp8-e4m3", 5, 33, 512)
     assert ops.gemm_order(a, b) == "blocks"
     monkeypatch.setattr(

@@ -238,7 +238,7 @@ def test_matrices_may_be_dequantized_beside_the_products(name: str, monkeypatch:
 
 
 def counted(function: Callable[..., None], calls: list[None]) -> Callable[..., None]:
-    """The function, which also notes each call."""
+    """The function, with a note of every call."""
 
     def call(*arguments: Any) -> None:
         calls.append(None)
@@ -376,7 +376,7 @@ extern "C" __global__ void sums(float* acc, const bf16* a, const bf16* b, int co
     }
 }
 
-// Thread 0 fills three pipeline stages ten times; the other threads wait for each stage.
+// Thread 0 fills three pipeline stages ten times; the remaining threads wait for every stage.
 extern "C" __global__ void turns(int* out) {
     __shared__ ptx::Mbarrier full[3], empty[3];
     __shared__ u8 tiles[3][TILE_BYTES];

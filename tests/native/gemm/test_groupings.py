@@ -1,4 +1,4 @@
-"""Grouped GEMM of rows of experts in a buffer: the same bytes as sections one behind another."""
+"""Grouped GEMM of rows of experts in a buffer: the same bytes as sections in sequence."""
 
 from __future__ import annotations
 

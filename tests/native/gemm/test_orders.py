@@ -162,7 +162,7 @@ def lost(module: str, name: str, which: int, cuda_source: Source, monkeypatch: p
 def seen_in_orders(call: Callable[[bool], Iterator[torch.Tensor]]) -> set[bytes]:
     """Outputs of `call` as bytes, in the orders of threads up to the first difference.
 
-    Before each call, a call with another input fills the shared memory.
+    Before a call, a call with a different input fills the shared memory.
     """
     seen = set()
     for order in host.ORDERS:

@@ -20,7 +20,7 @@ from tests.native.samples import assert_equal
 
 INT8 = (("int8-row", "int8-row"), ("int8-row-zp", "int8-row"), ("int8-row", "int8-row-zp"), ("int8-row-zp",) * 2)
 SHAPES = ((1, 1, 64), (17, 70, 144), (3, 65, 77), (2, 3, 0), (0, 4, 16))
-"""M, N and K: one step, several tiles, rows that are not aligned, and nothing to add."""
+"""M, N and K: a single step, several tiles, unaligned rows, and an empty sum."""
 MIXED = (
     ("fp8-row-e4m3", "mxfp4"), ("mxfp4", "fp8-row-e4m3"), ("fp8-block-1x128-e4m3-fp32", "mxfp4"),
     ("fp8-row-e5m2", "mxfp8-e4m3"), ("mxfp8-e4m3", "mxfp4"),

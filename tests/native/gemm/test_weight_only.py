@@ -23,7 +23,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 INT4 = ("int4-g128", "int4-g32-zp")
 RECIPES = ("nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "mxfp4", "mxfp8-e4m3", "fp8-row-e4m3", "fp8-current-e4m3", *INT4)
 SHAPES = ((1, 1, 256), (17, 70, 768), (3, 9, 40), (2, 130, 1024), (2, 3, 0), (0, 4, 256))
-"""M, N and K: of tensor cores with tails, one chunk, and chunks of some teams alone; and of the portable kernel."""
+"""M, N and K: of tensor cores with tails, a single chunk, and chunks of only a part of the teams; and of the portable
+kernel."""
 
 
 def takes(recipe: str, dtype: torch.dtype) -> bool:

@@ -129,7 +129,7 @@ def inputs(name: str) -> np.ndarray:
 @EVERY_BUILD
 @EVERY_FORMAT
 def test_a_cast_is_nearest_even_and_saturates(cuda_source: Source, name: str, flags: Flags) -> None:
-    """ml_dtypes and torch overflow, so they get limited numbers; NaN of either sign is NaN, or the largest number."""
+    """ml_dtypes and torch overflow, and get limited numbers; NaN of either sign is NaN, or the largest number."""
     fmt, theirs = FORMATS[name]
     x = inputs(name)
     got = convert(cuda_source(TEXT), f"{name}_from_floats", x, flags)

@@ -100,7 +100,7 @@ def test_kernels_in_the_shape_of_a_gpu(name: str, threads: int) -> None:
 
 
 def test_delayed_scaling_reads_a_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other recipes need the amax before they can scale an element."""
+    """All further recipes need the amax before the scaling of an element."""
 
     def read_before(*_: object, **__: object) -> None:
         raise AssertionError("a separate amax kernel runs")

@@ -45,7 +45,7 @@ def test_every_group_is_rotated_as_the_reference_does(group: int, signs: int) ->
 @ON_EVERY_DEVICE
 @EVERY_GROUP
 def test_every_bfloat16_is_rotated_as_the_reference_does(group: int) -> None:
-    """Beside zeros, so that a single coefficient shows, and beside its neighbours."""
+    """Among zeros, to show a single coefficient, and among its neighbours."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     alone = torch.zeros(1 << 16, group, dtype=torch.bfloat16)
     alone[torch.arange(1 << 16), torch.arange(1 << 16) % group] = patterns

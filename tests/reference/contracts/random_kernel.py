@@ -1,4 +1,4 @@
-"""A correct kernel that is as unlike the reference as possible: it draws every choice that a contract leaves open.
+"""A correct kernel that is as unlike the reference as possible: the kernel draws every open choice of a contract.
 
 Each number rounds to float32 or stays in float64, sums run in a random order and tree, a quotient is a quotient, a
 product with the reciprocal or an approximation, and functions are off by their documented error in a random direction.
@@ -232,7 +232,7 @@ class RandomKernel:
 
 
 class FlushingKernel(RandomKernel):
-    """A kernel whose steps flush subnormal operands and results, each number by a coin, or all of them."""
+    """A kernel with steps that flush subnormal operands and results: single numbers by a coin, or all."""
 
     def flushed(self, x: torch.Tensor) -> torch.Tensor:
         tiny = x.abs() < 2.0**-126

@@ -105,7 +105,7 @@ def matrix(*values: float) -> torch.Tensor:
 def test_every_right_result_passes(
     function: Callable[..., Any], inputs: list[torch.Tensor], right: list[list[float]]
 ) -> None:
-    # Beside rows of ones: a matrix of such elements alone is refused, since nothing would be judged.
+    # Beside rows of ones: a matrix of these elements alone is refused, since no element would be judged.
     ones = {added: 1.0, differs: -0.5, relu_of_product: 1.0, divided: 1.0, inverse_root: 1.0, exponential: math.e}
     dtype = torch.float32 if function is added else torch.bfloat16
     given = [torch.cat([x, torch.ones(800, x.shape[1], dtype=x.dtype)]) for x in inputs]
@@ -222,7 +222,7 @@ ZERO_BLOCKS = (
     "nvfp4@modelopt", "nvfp4@compressed-tensors", "nvfp4@quark", "nvfp4@qwix", "mxfp8-e4m3@mlx",
     "fp8-block-1x128-e4m3-pow2@compressed-tensors",
 )  # fmt: skip
-"""A recipe for each rule of blocks whose scale is 0."""
+"""A recipe per rule for blocks with a scale of 0."""
 
 
 def weighted_norm(x: c.Matrix, w: c.Row, recipe: c.Recipe):

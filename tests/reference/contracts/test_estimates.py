@@ -17,7 +17,7 @@ from tests.reference.contracts.test_soundness import inputs, shown, traced
 
 @c.contract
 def limits(x: c.Matrix, y: c.Matrix):
-    """Every rule of estimates that no other contract has."""
+    """Every rule of estimates outside of the contracts of the package."""
     a, b = c.float32(x), c.float32(y)
     larger = c.maximum(abs(a) - b, c.minimum(a * 0.25, -b))
     return c.cast(larger + c.erf(a) * c.exp2(c.minimum(b, 8.0)) / (c.exp(-abs(a)) + 0.5), x.dtype)

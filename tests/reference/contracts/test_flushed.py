@@ -1,4 +1,4 @@
-"""Under `subnormals="flushed"` kernels that flush subnormal numbers are right, and kernels that keep them too."""
+"""Under `subnormals="flushed"` kernels may flush or keep subnormal numbers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tiny(program: Program, shape: tuple[int, int], seed: int) -> Iterator[dict[s
 
 
 def results(program: Program, kernel: FlushingKernel, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What a flushing kernel shows; it flushes elements before it quantizes them, and float32 scales."""
+    """What a flushing kernel shows; the kernel flushes elements before their quantization, and float32 scales."""
     found = shown(program, kernel)
     for name, number in program.outputs.items():
         step = program.steps[number]
@@ -94,7 +94,7 @@ def flush(x: torch.Tensor) -> torch.Tensor:
 
 
 def witness(rows: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ordinary numbers, of which the products of one column in 128 are subnormal."""
+    """Ordinary numbers with subnormal products in a column of 128."""
     draw = torch.Generator().manual_seed(0)
     x, w = torch.randn(rows, 256, generator=draw), torch.rand(256, generator=draw) + 0.5
     x[:, ::128] = (torch.rand(rows, 2, generator=draw) + 0.5) * 2.0**-66

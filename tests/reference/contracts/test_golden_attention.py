@@ -97,7 +97,7 @@ def _vector(mode: str) -> Mapping[str, Any]:
 
 
 def test_recorded_bytes_with_scales_of_tokens() -> None:
-    """The scales multiply logits, and weights before they are rounded; those of other tokens are refused."""
+    """The scales multiply logits, and weights before they are rounded; scales of wrong tokens are refused."""
     vector = _vector("3")
     given, shown = _given(vector["tensors"], vector), {"output": vector["tensors"]["out"]}
     program = _program(vector, given, p="input", l="exact", exponential="accurate")

@@ -33,7 +33,7 @@ INDISTINGUISHABLE: Mapping[str, set[str]] = {
     f"{STATIC}@conch-kv": APPROXIMATE - {f"{STATIC}@conch-kv"},
     f"{ROW}@vllm-kv": set(),
 }
-"""Dialects that the bytes do not tell apart from the own one."""
+"""Dialects with the same bytes as the own dialect."""
 POISON = 0x55
 """Byte of the caches before the kernel, and -7 of scales."""
 
@@ -101,7 +101,7 @@ def test_a_recorded_append_is_a_copy_to_the_slots_of_its_pages() -> None:
 
 
 def test_a_recorded_nvfp4_cache_is_read_by_its_two_scales() -> None:
-    """R((e2m1·sf)·s), exactly; without the rounding of the scales in another order there is one result."""
+    """R((e2m1·sf)·s), exactly; without a changed order of the rounding of the scales the result is unique."""
     contract = CONTRACTS["kv-read"]
     seen = [vector for vector in vectors("flashinfer_nvfp4_kv_dequantize") if "lens" in vector]
     for vector in seen:

@@ -134,7 +134,7 @@ class Product:
     dialect: str = ""
     when: Mapping[str, Any] = field(default_factory=dict)
     wrong: tuple[Mapping[str, Any], ...] = ()
-    """Other values of fields that the bytes refuse."""
+    """Values of fields refused by the bytes."""
 
     def __str__(self) -> str:
         return "/".join([self.file, *map(str, self.when.values())])

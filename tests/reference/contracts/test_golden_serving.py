@@ -37,7 +37,7 @@ def test_every_other_dialect_is_refused_or_named(kernel: Kernel) -> None:
 
 
 def test_every_dialect_refuses_another_library() -> None:
-    """The table of dialects that the bytes do not tell apart leaves some that they do."""
+    """The table of dialects with equal bytes is not complete: bytes tell dialects apart."""
     named = {str(kernel): kernel for kernel in KERNELS}
     assert INDISTINGUISHABLE.keys() <= named.keys()
     assert len(named) == len(KERNELS)

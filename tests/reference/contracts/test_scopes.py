@@ -85,7 +85,7 @@ def result(contract: Contract, x: torch.Tensor, w: torch.Tensor, rs: torch.Tenso
 def test_two_numbers_in_a_row_are_found(contract: Contract, dtype: torch.dtype) -> None:
     """Both halves of a row lie inside of the interval of any order, with numbers that are 1e-4 apart.
 
-    A row of 8-bit codes has one or two elements that such numbers change, so few of the rows show two numbers.
+    A row of 8-bit codes has one or two elements changed by these numbers: few rows show two numbers.
     """
     x, w = given(dtype)
     rs = (x.double().square().mean(1, keepdim=True) + 1e-6).rsqrt().expand(ROWS, COLUMNS).clone()

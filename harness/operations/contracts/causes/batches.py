@@ -32,7 +32,7 @@ _PARTS = {
 
 
 class Mistake(NamedTuple):
-    """What a wrong kernel reads for each product of a batch."""
+    """Wrong operands of the products of a batch."""
 
     name: str
     sentence: str
@@ -40,7 +40,7 @@ class Mistake(NamedTuple):
 
 
 def batch_mistakes(case: ProductCase, products: Sequence[Tensors]) -> Iterator[Mistake]:
-    """Operands, and parts of them, of other products; packed scales at other strides."""
+    """Operands, and parts of operands, of wrong products; packed scales at other strides."""
     groups: dict[str, tuple[str, list[str]]] = {"results": ("the result of each product is that", list(products[0]))}
     for name in products[0]:
         operand, _, part = name.partition(".")
@@ -59,7 +59,7 @@ def batch_mistakes(case: ProductCase, products: Sequence[Tensors]) -> Iterator[M
 
 
 def _moves(count: int) -> dict[str, tuple[str, list[int]]]:
-    """The product that is taken for each, by the name of the mistake."""
+    """The wrong product per product, by the name of the mistake."""
     own = list(range(count))
     other = "the next product of the batch" if count > 2 else "the other product of the batch"
     moves = {
@@ -74,7 +74,7 @@ def _moves(count: int) -> dict[str, tuple[str, list[int]]]:
 
 
 def _strides(operand: str, layout: str, products: Sequence[Tensors]) -> Iterator[Mistake]:
-    """Scales that begin where those of products without padding would, in memory of products with padding."""
+    """Scales read from memory of products with padding, at the addresses of products without padding."""
     name = f"{operand}.scales"
     packing = Packing(LAYOUTS[layout], tuple(products[0][name].shape))
     (rows, columns), size = packing.shape, packing.part_sizes[0]

@@ -1,4 +1,4 @@
-"""Known mistakes of the step `quantize`: other choices of its recipe, other amaxes, roundings and stored scales."""
+"""Known mistakes of the step `quantize`: changed choices of its recipe, wrong amaxes, roundings and stored scales."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _of(site: Site, x: Value, statistics: Value | None = None) -> Value:
 
 @lru_cache(maxsize=64)
 def _changed_recipes(recipe: Recipe) -> tuple[tuple[str, str, Recipe], ...]:
-    """Recipes with one other choice, and the recipes of libraries for the same layout."""
+    """Recipes with a changed choice, and the recipes of libraries for the same layout."""
     found: dict[Any, tuple[str, str, Recipe]] = {_key(recipe): ("", "", recipe)}
     for name, sentence, other in (*_other_fields(recipe), *_other_names(recipe)):
         if problem(other) is None and (other.rounding == "stochastic") <= (recipe.rounding == "stochastic"):
@@ -132,7 +132,7 @@ def _other_names(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
 
 
 def _other_amaxes(recipe: Recipe, axes: Axes) -> Iterator[Quantization]:
-    """Scales from other amaxes than those of the tensor that is coded."""
+    """Scales from amaxes of a wrong tensor."""
 
     def amaxes(name: str, phrase: str, of: Callable[[Site, Value], Value | None]) -> Quantization:
         def edit(site: Site) -> Value | None:

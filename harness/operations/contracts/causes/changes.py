@@ -1,14 +1,14 @@
-"""Known mistakes of each kind of step, as rows of one table, and the changed contracts that they give.
+"""Known mistakes of every kind of step, as rows of a table, and their changed contracts.
 
-A row names the functions whose steps it changes, the mistake, a sentence about it, and the value in place of the right
-one. It may run over several values, such as the dtypes of a rounding.
+A row names the functions of the changed steps, the mistake, a sentence about the mistake, and the value in place of the
+right value. A row may run over several values, for example the dtypes of a rounding.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from narrowgauge.harness.operations.contracts.causes.changed_recipes import chan
 from narrowgauge.harness.operations.contracts.causes.edits import OUTPUT, Editor, Scope, Site, other_rows
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.reference.contracts.casts import DTYPES
-from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES, OTHER_SCALES, OtherRow
+from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES, CHANGED_MATRICES, OTHER_SCALES, OtherRow
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
 from narrowgauge.reference.contracts.layout.attention import WEIGHTS as ALL_WEIGHTS
@@ -65,17 +65,19 @@ from narrowgauge.spec.recipes import find_recipe
 
 @dataclass(frozen=True)
 class Change:
-    """A contract with one mistake."""
+    """A contract with a mistake."""
 
     name: str
     """`function-number:row`, and where the wrong value is taken: `cast-7:left-out:in-9`."""
     sentence: str
     program: Program
+    row: str = ""
+    """Name of the row of the table; empty for a change that the table does not have."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A mistake of some functions."""
+    """A mistake of the named functions."""
 
     functions: tuple[str, ...]
     name: str
@@ -85,22 +87,24 @@ class Row:
     """The value in place of the step, for a value of `over`. None: the mistake is no mistake here."""
     over: Callable[[Site], Iterable[Any]] = lambda site: ("",)
     apart: bool = False
-    """Whether one of several users may take the wrong value alone."""
+    """Whether a single user of several may take the wrong value."""
     of_operand: bool = False
     """Whether the edit gives the first operand of all steps of this function."""
 
 
-def changes(program: Program) -> Iterator[Change]:
-    """Every single change of every step."""
-    editor = Editor(program)
+def changes(program: Program, like: Collection[Change] | None = None) -> Iterator[Change]:
+    """Every single change of every step. `like`: only changes with the table rows of these changes."""
+    editor, rows = Editor(program), None if like is None else {change.row for change in like}
     for number, step in enumerate(program.steps):
+        site = Site(editor, number)
         for row in _ROWS.get(step.function, ()):
-            yield from _changes_of(editor, Site(editor, number), row)
+            if rows is None or row.name in rows:
+                yield from _changes_of(editor, site, row)
     yield from _exchanged_scales(program)
 
 
 def _exchanged_scales(program: Program) -> Iterator[Change]:
-    """Two given scales of equal axes, each in the place of the other."""
+    """Two given scales of equal axes, exchanged."""
     kinds = {argument.name: argument.kind for argument in program.arguments}
     scales = [(number, step) for number, step in enumerate(program.steps)
               if step.function == "argument" and kinds.get(step.options["name"]) in ("Scale", "Scales")]  # fmt: skip
@@ -116,7 +120,7 @@ def _exchanged_scales(program: Program) -> Iterator[Change]:
 def short_changes(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[Change]:
     """Sums and maxima of the first elements of each row alone: of one pass of a block of threads, or of whole vectors.
 
-    The sizes of the inputs tell which of them leave elements out.
+    The sizes of the inputs tell if elements are left out.
     """
     editor = Editor(program)
     sizes = {axis: size for a in program.arguments if a.name in tensors
@@ -129,7 +133,7 @@ def short_changes(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iter
 
 
 def _first_elements(size: int, _: Site) -> list[tuple[str, str, tuple[float, float | None, int]]]:
-    """The first elements of `size` that a sum may take alone."""
+    """Numbers of first elements of `size`, for a sum of only these."""
     ends = {n: f"takes the first {n} of {size} elements alone" for n in _PASSES if n < size}
     for n in _PADDED:
         if n < size and size % n:
@@ -150,7 +154,7 @@ def _changes_of(editor: Editor, site: Site, row: Row) -> Iterator[Change]:
         if new is None:
             continue
         name, words = (str(value), value) if not isinstance(value, tuple) else (value[0], value[1])
-        sentence = row.sentence.format(v=words, dtype=site.dtype, **_Names(program, site))
+        sentence = row.sentence.format(v=words, dtype=site.dtype, **site.names)
         for scope in scopes:
             taken = new if scope.cast is None else Site(editor, scope.cast).changed_operand(new)
             changed = editor.with_uses(scope.uses, taken.number)
@@ -159,15 +163,8 @@ def _changes_of(editor: Editor, site: Site, row: Row) -> Iterator[Change]:
                     f"{step.function}-{site.number}:{row.name}{name and f'-{name}'}{scope.name}",
                     f"{sentence}{scope.phrase} (line {site.line})",
                     changed,
+                    row.name,
                 )
-
-
-class _Names(dict[str, str]):
-    """Formulas of a step and of its operands, computed when a sentence names them."""
-
-    def __init__(self, program: Program, site: Site) -> None:
-        numbers = dict(zip(("self", "a", "b"), (site.number, *site.step.operands), strict=False))
-        super().__init__({name: formula(program, number) for name, number in numbers.items()})
 
 
 # ---- values that rows run over ---------------------------------------------------------------------------------------
@@ -183,10 +180,10 @@ _CONSTANTS = (
 _DIMS = (64, 128, 192, 256)
 """Sizes of a head. The root of a size, or the size, divides the logits of attention."""
 _LEFT_OUT = (1, 2, 4, 8, 16, 32, 64)
-"""Elements of a row that a sum may leave out: a thread's tail, or vectors of a warp."""
+"""Elements of a row left out by a sum: a thread's tail, or vectors of a warp."""
 _PADDED = (8, 16, 32, 64, 128, 256, 512, 1024)
 _PASSES = (256, 512, 1024, 2048, 4096)
-"""Elements of a row that the threads of a block read at once: a kernel without a loop takes these alone."""
+"""Number of elements of a row read at once by the threads of a block: a kernel without a loop takes these alone."""
 
 
 def _other_constants(site: Site) -> list[float]:
@@ -218,7 +215,7 @@ _DEEPEST = 3
 
 
 def _main(program: Program, number: int) -> int | None:
-    """The place of the operand that is computed from others, or of the larger of two arguments; None: of neither."""
+    """The place of the computed operand, or of the larger of two arguments; None: of neither."""
     operands = program.steps[number].operands
 
     def size(operand: int) -> tuple[bool, int]:
@@ -235,7 +232,7 @@ def _main(program: Program, number: int) -> int | None:
 
 
 def _later(site: Site) -> list[_Later]:
-    """Sums and products with an argument or a constant that may come behind the step and not before it."""
+    """Sums and products with an argument or a constant, moved from before the step to behind it."""
     program, found = site.editor.program, list[_Later]()
     chain: list[tuple[int, int]] = []
     number = site.number
@@ -280,7 +277,7 @@ def _named(value: Value) -> str:
 
 
 def _moved(other: Value, summed: Value) -> list[tuple[str, str, Value, Value, Value]]:
-    """The constant of a factor that is a sum, moved to the other factor."""
+    """The constant in the sum of a factor, moved to the second factor."""
     step, trace = summed.step, summed.trace
     operands = [Value(trace, number) for number in step.operands] if step.function == "add" else []
     constants = [value for value in operands if value.step.function == "constant"]
@@ -289,7 +286,7 @@ def _moved(other: Value, summed: Value) -> list[tuple[str, str, Value, Value, Va
 
 
 def _some_columns(site: Site) -> list[tuple[str, str, tuple[float, float | None, int]]]:
-    """Elements of a row, or of a column, that a sum may take alone. Of the keys of a request see `_left_out_keys`."""
+    """Elements of a row, or of a column, for a sum of only these. Of the keys of a request see `_left_out_keys`."""
     if site.a.axes[-1:] == ("keys",):
         return []
     row = "column" if site.step.across_rows else "row"
@@ -310,7 +307,7 @@ def _some_columns(site: Site) -> list[tuple[str, str, tuple[float, float | None,
 
 
 def _readings(site: Site) -> list[tuple[str, str]]:
-    """Wrong readings of a quantized argument, but for those that its recipe does not have."""
+    """Wrong readings of a quantized argument, as far as its recipe has them."""
     name, recipe = site.option("name"), find_recipe(site.option("recipe"))
     without = {"nibbles"} if recipe.element.bits != 4 else set[str]()
     if not recipe.zero_points:
@@ -321,7 +318,10 @@ def _readings(site: Site) -> list[tuple[str, str]]:
         without.add("unsigned")
     if recipe.spans_k:
         without |= {view for view in CHANGED_CODES if view.endswith(("block", "-pairs", "-even"))}
-    return [(view, phrase.format(name)) for view, (phrase, _) in CHANGED_CODES.items() if view not in without]
+    views: dict[str, Any] = {view: entry for view, entry in CHANGED_CODES.items() if view not in without}
+    if any(step.function == OF_EXPERT for step in site.editor.program.steps):
+        views |= CHANGED_MATRICES
+    return [(view, phrase.format(name)) for view, (phrase, _) in views.items()]
 
 
 def _slices(site: Site) -> list[tuple[str, str, tuple[float, float | None, int]]]:
@@ -336,7 +336,7 @@ def _terms(site: Site) -> list[tuple[str, str, int]]:
 
 
 def _without_term(site: Site, left_out: int) -> Value:
-    """A sum from which one value is left out."""
+    """A sum with a value left out."""
     terms = [term for number, term in enumerate(site.operands) if number != left_out]
     return c.float32(terms[0]) if len(terms) == 1 else c.sum(terms)
 
@@ -362,7 +362,8 @@ _SLICES = ("last-32-left-out", "last-64-left-out", "first-32-left-out", "first-h
 
 
 def _some_of_operand(site: Site, columns: tuple[float, float | None, int]) -> Value:
-    """The first operand of a product, with 0 in place of the other columns; of a quantization, in what is quantized."""
+    """The first operand of a product, with 0 in place of the remaining columns; for a quantization, in the quantized
+    numbers."""
     step = site.a.step
     if step.function != QUANTIZE:
         return site.made("kept", site.a, columns=columns)
@@ -388,7 +389,7 @@ def _other_forms(site: Site) -> list[tuple[str, str]]:
 
 
 def _other_arguments(site: Site) -> list[tuple[str, str, Tensor]]:
-    """Other arguments of the same axes."""
+    """Wrong arguments of the same axes."""
     kind = site.dtype if site.dtype in INTEGERS else ""
     rows = (
         site.step.axes[:1]
@@ -411,7 +412,7 @@ def _has_columns(site: Site) -> bool:
 
 
 def _activations(site: Site) -> Iterable[tuple[str, str, Callable[[Value], Value]]]:
-    """Other activations, of the matrix that the step is a function of."""
+    """Wrong activations of the step's operand."""
     if site.inner is None or not site.inner[1] & {"exp", "exp2", "tanh", "erf", "maximum", "where"}:
         return ()
     x = formula(site.editor.program, site.inner[0].number)
@@ -432,7 +433,7 @@ _ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
 
 
 def _other_orders(site: Site) -> list[tuple[str, str, str]]:
-    """Other orders of columns with as many columns: other pairs, and pairs that are exchanged without a sign."""
+    """Wrong orders of columns with as many columns: wrong pairs, and exchanged pairs without a sign."""
     order = site.option("order")
     alike = (
         ("repeated", "repeated-pairs") if order.startswith("repeated") else ("rotated", "rotated-pairs", "exchanged")
@@ -441,13 +442,13 @@ def _other_orders(site: Site) -> list[tuple[str, str, str]]:
 
 
 def _other_rows(site: Site) -> list[tuple[str, str, OtherRow]]:
-    """Rows from which a number of each row may be taken."""
+    """Wrong rows for a number per row."""
     has_rows = (len(site.step.axes) > 1 or site.dtype == INDEX) and site.step.axes[0] != "1"
     return [(name, phrase, row) for row, name, phrase in other_rows(site.step.axes)] if has_rows else []
 
 
 def _other_slots(site: Site) -> list[tuple[str, str]]:
-    """Other slots of a step whose slots rows are stored in or read from."""
+    """Wrong slots of a step with stored or read rows."""
     steps, users = site.editor.program.steps, {user for user, _ in site.editor.uses(site.number) if user != OUTPUT}
     if not any(steps[user].function in (WRITTEN, READ) for user in users):
         return []
@@ -456,14 +457,14 @@ def _other_slots(site: Site) -> list[tuple[str, str]]:
 
 
 def _of_table(site: Site, to: tuple[str, str]) -> Value:
-    """The slots of another table of pages."""
+    """The slots of a wrong table of pages."""
     pages, lengths = site.operands
     table = site.made(RENUMBERED, pages, dtype=INDEX, axes=pages.axes, to=to[0])
     return site.editor.add(SLOTS, (table, lengths), site.step.axes, INDEX)
 
 
 def _scales_of_others(site: Site) -> list[tuple[str, str, Tensor]]:
-    """Other arguments of the type Scale than the given scale."""
+    """Wrong arguments of the type Scale."""
     place = 1 if site.step.function == QUANTIZE else 2
     if len(site.operands) <= place or site.operands[place].step.function != "argument":
         return []
@@ -481,7 +482,7 @@ def _with_scale(site: Site, other: tuple[str, str, Tensor]) -> Value:
 
 
 def _stored_scales(site: Site) -> list[tuple[str, str, OtherRow]]:
-    """Rows whose scales a kernel may store in place of the right ones."""
+    """Rows with scales stored in place of the right scales."""
     recipe = find_recipe(site.a.step.recipe or "")
     return [] if recipe.whole else [(name, phrase, row) for row, name, phrase in other_rows(site.a.axes)]
 
@@ -498,19 +499,19 @@ _FIRST_ROWS = [(f"{n}", f"rows {n} to {2 * n - 1} of each {2 * n} have the q of 
 _SPLITS = (2, 3, 4, 5, 7, 8)
 _INDEX_NAMES = {SEGMENTS: "request", HEADS: "head"}
 _KEYS = 64
-"""Keys of which each may be left out alone."""
+"""Keys that may be left out, a key per change."""
 _INDICES = 4
-"""Numbers of an index of which each may be taken in place of each other."""
+"""Numbers of an index that may replace one another."""
 
 
 def _other_indices(site: Site) -> list[tuple[str, str, str]]:
-    """Other numbers of an index, by a rule."""
+    """Wrong numbers of an index, by a rule."""
     name = _INDEX_NAMES.get(site.step.function) if site.dtype == INDEX else None
     return [] if name is None else [(to, phrase.format(name), to) for to, (phrase, _) in OTHER_INDICES.items()]
 
 
 def _single_indices(site: Site) -> list[tuple[str, str, tuple[int, int]]]:
-    """One number of an index in place of another."""
+    """A number of an index replaced by a wrong number."""
     name = _INDEX_NAMES.get(site.step.function) if site.dtype == INDEX else None
     pairs = itertools.permutations(range(_INDICES), 2) if name else ()
     return [(f"{other}-for-{right}", f"{name} {other} is read for {name} {right}", (right, other))
@@ -518,7 +519,7 @@ def _single_indices(site: Site) -> list[tuple[str, str, tuple[int, int]]]:
 
 
 def _left_out_keys(site: Site) -> list[tuple[str, str, tuple[Any, ...]]]:
-    """Keys that a mask may leave out, of logits that are −∞ where it does."""
+    """Keys left out by a wrong mask, with logits of −∞."""
     if site.operands[2].step.options.get("value") != -math.inf:
         return []
     found: list[tuple[str, str, tuple[Any, ...]]] = []
@@ -570,7 +571,7 @@ def _keys_behind(site: Site) -> list[tuple[str, str, str, int]]:
 
 
 def _moved_masks(site: Site) -> list[tuple[str, str, float]]:
-    """Masks that end a few keys, or tiles, before or behind the right one."""
+    """Masks with an end a few keys, or tiles, before or behind the right end."""
     if not any(step.function == SCORES for step in site.editor.program.steps):
         return []
     moves = (1, -1, 2, -2, 15, -15, 16, -16, 32, -32)
@@ -586,7 +587,7 @@ def _differences(site: Site) -> Value | None:
 
 
 def _not_rescaled(site: Site, tile: int) -> Value | None:
-    """A sum of weights that are not rescaled when the maximum grows."""
+    """A sum of weights without rescaling for a growing maximum."""
     d = _differences(site)
     return None if d is None else site.changed_operand(site.made("of_running", site.a, d, tile=tile))
 
@@ -597,14 +598,14 @@ def _of_splits(site: Site, splits: int) -> Value | None:
 
 
 def _lengths_of_tokens(site: Site) -> list[tuple[str, str]]:
-    """Wrong lengths of an argument that says how many tokens are read."""
+    """Wrong lengths of an argument with numbers of tokens."""
     users = {site.editor.program.steps[user].function for user, _ in site.editor.uses(site.number) if user != OUTPUT}
     read = SLOTS in users and len(site.step.axes) == 1
     return [(to, phrase.format(site.option("name"))) for to, (phrase, _) in OTHER_LENGTHS.items()] if read else []
 
 
 def _other_positions(site: Site) -> list[tuple[str, str]]:
-    """Wrong rows, or experts, of an argument that names one for each choice of a token."""
+    """Wrong rows, or experts, of an argument with a number per choice of a token."""
     users = {site.editor.program.steps[user].function for user, _ in site.editor.uses(site.number) if user != OUTPUT}
     others = OTHER_POSITIONS if CHOSEN in users else OTHER_EXPERTS if OF_EXPERT in users else {}
     others = others if site.step.dtype == INDEX else {}  # the table has these users too
@@ -635,7 +636,7 @@ def _is_input(site: Site, value: Value) -> bool:
 
 
 def _to_dtype(site: Site, dtype: str) -> Value | None:
-    """A cast to another dtype; of a result, a cast to the other dtype before the cast."""
+    """A cast to a wrong dtype; of a result, a cast to the wrong dtype before the cast."""
     if dtype == site.dtype:
         return None
     other = _rounded(site, site.a, dtype)
@@ -662,7 +663,7 @@ def _with_constant(form: Callable[[Site, Value, Value], Value]) -> Callable[[Sit
 
 
 def _about_mean(site: Site, _: Any) -> Value | None:
-    """The mean square of a number whose mean is subtracted, or of the number if it is."""
+    """The mean square without the subtraction of the mean, or with it if the right formula has none."""
     square = site.a.step
     if square.function != "square":
         return None
@@ -679,7 +680,7 @@ _REDUCED = ("sum", "mean", "amax", "largest")
 _ELEMENTWISE = ("add", "multiply", "square", "maximum", "minimum", "negative", "absolute", *FUNCTIONS)
 _NAMES = {"add": "the addition", "multiply": "the multiplication", "square": "squaring", "negative": "the minus sign"}
 _ROUNDED = ("add", "subtract", "multiply", "divide", "square", "sum", "sum_of", "any_of", "mean", *FUNCTIONS)
-"""Steps with results that float32 rounds."""
+"""Steps with rounded float32 results."""
 
 _SHORT = Row(_REDUCED, "over", "{self} {v}", lambda s, v: s.changed(columns=v[2]))
 

@@ -1,7 +1,7 @@
-"""Rows and columns of a cache that lie in the place of others: which head, token, column or slot took whose place.
+"""Rows and columns of a cache in wrong places: the head, token, column or slot, and its right place.
 
-The results name the place: the bytes of a wrong part are looked for among all other parts. So a change of this module
-needs no list, and it is tried like every other change.
+The results name the place: the bytes of a wrong part are looked for among all other parts. A change of this module
+needs no list, and is tried like every change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from narrowgauge.spec.program import INDEX, READ, RENUMBERED, WEIGHTED, WRITTEN,
 
 Tensors = Mapping[str, torch.Tensor]
 Pairs = list[tuple[int, int]]
-"""Right places, each with the place that was taken."""
+"""Right places, with the place that was taken."""
 _MOST = 1 << 24
 """Comparisons of a search at most."""
 _NAMED = 4
@@ -33,7 +33,7 @@ _NAMED = 4
 
 
 def moved_changes(program: Program, tensors: Tensors, shown: Shown) -> Iterator[Change]:
-    """The contract with other rows or columns in the places of wrong ones."""
+    """The contract with changed rows or columns in the wrong places."""
     if not any(argument.of_cache for argument in program.arguments):
         return
     parts = dict(judged(program, tensors, shown))
@@ -133,7 +133,7 @@ def _orders(part: Part) -> tuple[torch.Tensor, ...]:
 
 
 def _pairs(actual: torch.Tensor, low: torch.Tensor, high: torch.Tensor, axis: int) -> Pairs:
-    """The wrong places along an axis, each with the first place whose accepted numbers are there; empty if a wrong
+    """The wrong places along an axis, with the first place whose accepted numbers fit; empty if a wrong
     place has none."""
     a, lower, upper = (x.movedim(axis, 0).flatten(1) for x in (actual, low, high))
     wrong = ((a < lower) | (a > upper)).any(1).nonzero()[:, 0].tolist()
@@ -149,7 +149,7 @@ def _pairs(actual: torch.Tensor, low: torch.Tensor, high: torch.Tensor, axis: in
 
 
 def _row_change(program: Program, number: int, word: str, pairs: Pairs) -> Change:
-    """The rows of an argument, or rows that are read, with other rows or columns in some places."""
+    """The rows of an argument, or read rows, with changed rows or columns in the given places."""
     editor = Editor(program)
     site = Site(editor, number)
     editor.restart(site.line)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from narrowgauge.reference.contracts.accepted import Ends, Part, is_nan_of, order_of
+from narrowgauge.harness.operations.contracts.causes.together import Member, may_be_together, members_of
+from narrowgauge.reference.contracts.accepted import Ends, Part, is_nan_of, judge_range, order_of
 from narrowgauge.reference.contracts.casts import DTYPES
 from narrowgauge.reference.contracts.evaluate import (
+    Chosen,
     Evaluation,
     Shown,
+    decoded_format,
     evaluated,
     handed_on,
     judge_output,
     judged_numbers,
     of_rows,
 )
+from narrowgauge.reference.contracts.interval import Interval
 from narrowgauge.reference.contracts.layout.pages import Stored
-from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.program import HALF, INDEX, SCORES, Program
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
@@ -29,20 +34,34 @@ from narrowgauge.spec.scale_layouts import LINEAR
 
 Tensors = Mapping[str, torch.Tensor]
 WRONG, SCOPES = 10, 8
-"""Elements, and rows with such elements, that exclude a change: docs/contracts.md#reading-a-verdict."""
+"""Numbers of elements, and of rows with these elements, that exclude a change: docs/contracts.md#reading-a-verdict."""
+_TOGETHER = 1 << 18
+"""Elements of a step of programs that are evaluated together: more elements exceed the cache of a core."""
 _NARROW = 4
 """Steps from end to end of a result of 16 bits that still tells changes apart: the sum of a product in any order."""
 _COMMUTE = frozenset({"add", "multiply", "maximum", "minimum"})
 
 
 class Keys:
-    """Numbers of values: values that are computed in the same way have one number in all programs."""
+    """Numbers of values: values with the same computation have the same number in all programs."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
+        self._programs: dict[int, tuple[Program, list[int]]] = {}
+        self._options: dict[int, tuple[Mapping[str, Any], str]] = {}
 
     def of(self, program: Program) -> list[int]:
-        """The number of each step of a program."""
+        """The numbers of the steps of a program."""
+        known = self._programs.get(id(program))
+        if known is None:
+            known = self._programs[id(program)] = program, self._of(program)
+        return known[1]
+
+    def forget(self) -> None:
+        """Forget programs, but not the numbers of their values."""
+        self._programs.clear()
+
+    def _of(self, program: Program) -> list[int]:
         names = {number: name for name, number in program.outputs.items()}
         found: list[int] = []
         for number, step in enumerate(program.steps):
@@ -56,13 +75,16 @@ class Keys:
                 continue
             if step.function in _COMMUTE:
                 operands.sort()
-            options = repr(step.options) if step.options else ""
+            # Changed contracts share the options of equal steps.
+            if id(step.options) not in self._options:
+                self._options[id(step.options)] = step.options, repr(step.options)
+            options = self._options[id(step.options)][1]
             key = (step.function, *operands, options, step.dtype, names.get(number), program.subnormals)
             found.append(self._numbers.setdefault(key, len(self._numbers)))
         return found
 
     def of_outputs(self, program: Program) -> tuple[int, ...]:
-        """The numbers of the results: programs with equal numbers are one."""
+        """The numbers of the results: programs with equal numbers are equal."""
         found = self.of(program)
         return tuple(found[number] for number in program.outputs.values())
 
@@ -72,11 +94,11 @@ class Evidence:
     """Wrong elements of results under a contract."""
 
     wrong: int = 0
-    """Elements that the contract does not accept."""
+    """Number of elements not accepted by the contract."""
     strong: int = 0
-    """Those of them that lie farther from the accepted range than the range is wide: all wrong determined bytes."""
+    """Number of these elements farther from the accepted range than the range is wide: all wrong determined bytes."""
     rows: frozenset[int] = frozenset()
-    """Rows with such elements."""
+    """Number of rows with these elements."""
     share: float = 0.0
     """Sum over the results of the share of wrong elements."""
     distance: float = 0.0
@@ -99,7 +121,7 @@ class Evidence:
         return self.strong >= WRONG and len(self.rows) >= SCOPES
 
     def include(self, other: Evidence) -> None:
-        """Add what is known of another result."""
+        """Add the evidence of a further result."""
         self.wrong += other.wrong
         self.strong += other.strong
         self.rows |= other.rows
@@ -111,36 +133,60 @@ class Evidence:
 
     def add(self, part: Part) -> None:
         """Add the elements of a result."""
-        free = part.undetermined > 0.01 * part.actual.numel()
-        self.determined += part.determined / max(1, part.actual.numel())
-        fmt = None if part.fmt is FP32 else part.fmt
-        order, low, high = (order_of(x, fmt).long() for x in (part.actual, part.lower, part.upper))
-        known = part.determined * 2 >= part.actual.numel() or part.actual.dtype == torch.float32
-        if not known and part.actual.is_floating_point():
-            known = int((high - low <= _NARROW).count_nonzero()) * 2 >= part.actual.numel()
-        self.judged &= known and not free
-        if not bool(part.wrong.any()):
-            return
-        size = order[part.wrong]
-        size = torch.maximum(size, -1 - size)
-        largest = torch.iinfo(torch.int32).max if fmt is None else fmt.max_code
-        told = (size > 0) & (size < largest) & ~is_nan_of(part.actual[part.wrong], fmt)
-        self.telling += int(told.count_nonzero())
-        distance = torch.maximum(low - order, order - high).clamp_(min=1).masked_fill_(~part.wrong, 0)
-        far = (distance > high - low) | is_nan_of(part.actual, fmt)
-        strong = part.wrong & far
-        self.wrong += int(part.wrong.count_nonzero())
-        self.strong += int(strong.count_nonzero())
-        rows = strong.shape[:-1].numel() if strong.dim() > 2 else strong.shape[:1].numel()
-        by_row = strong.reshape(rows, -1).any(1) if strong.dim() else strong.reshape(1)
-        self.rows |= frozenset(by_row.nonzero()[:, 0].tolist())
-        self.share += float(part.wrong.float().mean())
-        self.distance += float(distance.double().add_(1).log2_().mean())
+        self.include(evidence_of(part)[0])
+
+
+def evidence_of(part: Part, count: int = 1) -> list[Evidence]:
+    """The evidence of a result, or of `count` results of equal shapes, joined along the rows. Parts of several have
+    masks."""
+    fmt, shape = None if part.fmt is FP32 else part.fmt, part.actual.shape
+    size = part.actual.numel() // count
+
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(count, size)
+
+    if count == 1:
+        determined, undetermined = [part.determined], [part.undetermined]
+    elif part.masks is None:
+        determined, undetermined = [size] * count, [0] * count
+    else:
+        determined, undetermined = (apart(mask).count_nonzero(1).tolist() for mask in part.masks)
+    order, low, high = (apart(order_of(x, fmt)).long() for x in (part.actual, part.lower, part.upper))
+    known = [number * 2 >= size or part.actual.dtype == torch.float32 for number in determined]
+    if not all(known) and part.actual.is_floating_point():
+        narrow = (high - low <= _NARROW).count_nonzero(1).tolist()
+        known = [told or number * 2 >= size for told, number in zip(known, narrow, strict=True)]
+    found = [
+        Evidence(determined=one / max(1, size), judged=told and free <= 0.01 * size)
+        for one, told, free in zip(determined, known, undetermined, strict=True)
+    ]
+    wrong = apart(part.wrong)
+    counts = wrong.count_nonzero(1)
+    if not bool(counts.any()):
+        return found
+    magnitude = torch.maximum(order, -1 - order)
+    largest = torch.iinfo(torch.int32).max if fmt is None else fmt.max_code
+    nan = apart(is_nan_of(part.actual, fmt))
+    told = wrong & (magnitude > 0) & (magnitude < largest) & ~nan
+    distance = torch.maximum(low - order, order - high).clamp_(min=1).masked_fill_(~wrong, 0)
+    strong = wrong & ((distance > high - low) | nan)
+    rows = shape[:-1].numel() // count if len(shape) > 2 else shape[:1].numel() // count if shape else 1
+    by_row = strong.reshape(count, rows, -1).any(2) if size else strong.new_zeros(count, 0)
+    figures = zip(
+        counts.tolist(), strong.count_nonzero(1).tolist(), told.count_nonzero(1).tolist(),
+        distance.double().add_(1).log2_().mean(1).tolist(), by_row.tolist(), strict=True,
+    )  # fmt: skip
+    for evidence, (number, far, telling, mean, with_rows) in zip(found, figures, strict=True):
+        if number:
+            evidence.wrong, evidence.strong, evidence.telling = number, far, telling
+            evidence.share, evidence.distance = number / size, mean
+            evidence.rows = frozenset(row for row, one in enumerate(with_rows) if one)
+    return found
 
 
 @dataclass
 class Replay:
-    """Rows of a kernel's inputs and results, and values that are known of them by their numbers."""
+    """Rows of a kernel's inputs and results, and known values of steps by their numbers."""
 
     tensors: Tensors
     """Inputs, of all rows."""
@@ -149,12 +195,16 @@ class Replay:
     rows: slice | torch.Tensor
     keys: Keys
     whole: bool
-    """Whether the rows are all rows, so that the amax of the tensor is theirs."""
+    """Whether the rows are all rows: then their amax is the amax of the tensor."""
     known: dict[int, Any] = field(default_factory=dict)
     inputs: Tensors | None = None
     """Inputs of the rows."""
     judged: dict[int, Evidence] = field(default_factory=dict)
-    """What is known of results, by the numbers of their steps."""
+    """Evidence of results, by the numbers of their steps."""
+
+    def __post_init__(self) -> None:
+        first = next(iter(self.tensors.values()))
+        self._chosen = Chosen(self.rows, len(first)) if isinstance(self.rows, torch.Tensor) else None
 
     def remember(self, program: Program) -> None:
         """Keep the values of a program."""
@@ -162,16 +212,20 @@ class Replay:
             pass
 
     def work(self, program: Program) -> int:
-        """Elements times steps that a judgement evaluates at most."""
+        """Largest number of elements times steps of a judgement."""
+        return len(program.steps) * self.elements(program)
+
+    def elements(self, program: Program) -> int:
+        """Elements of the largest step of a judgement."""
         elements = sum(result_elements(result) for result in self.shown.values())
         if any(step.function == SCORES for step in program.steps):  # a logit for each row, head and token
             q, lengths = (next(a.name for a in program.arguments if a.kind == kind) for kind in ("Heads", "Lengths"))
-            elements = max(elements, self.tensors[q][..., 0].numel() * int(self.tensors[lengths].max()))
-        return len(program.steps) * elements
+            elements = max(elements, self.tensors[q][self.rows, ..., 0].numel() * int(self.tensors[lengths].max()))
+        return elements
 
     def evidence(self, program: Program, *, whole: bool = False, first: bool = False) -> Evidence:
-        """What the results say about a program; unless `whole`, only until they exclude it, or until the `first` result
-        that is wrong. A result that another program computes in the same way is not judged again."""
+        """The evidence of the results about a program; unless `whole`, only until they exclude the program, or until
+        the `first` wrong result. A result with the same computation in an earlier program is not judged again."""
         found, keys = Evidence(), self.keys.of(program)
         known = {name: self.judged.get(keys[number]) for name, number in program.outputs.items()}
 
@@ -200,17 +254,51 @@ class Replay:
             return Evidence(wrong=1, strong=WRONG, rows=frozenset(range(SCOPES)), share=9.0, distance=99.0)
         return found
 
+    def at_once(self, program: Program) -> int:
+        """Similar programs for `judge_together`."""
+        return max(1, _TOGETHER // max(1, self.elements(program))) if may_be_together(program) else 1
+
+    def judge_together(self, programs: Sequence[Program]) -> None:
+        """Judge the results under several programs in a few calls, and keep the evidence for `evidence`."""
+        together = [(program, self.keys.of(program)) for program in programs if may_be_together(program)]
+        if len(together) > 1:
+            self._judge(members_of(together, self.tensors, self.rows, self._chosen, self.known))
+
+    def _judge(self, members: Sequence[Member]) -> None:
+        """Judge the results of programs, results of equal shape in a single call."""
+        for name, shown in self.shown.items():
+            assert isinstance(shown, torch.Tensor)
+            values: dict[int, tuple[Interval, Format | None]] = {}
+            for program, keys, evaluation in members:
+                number = program.outputs[name]
+                if keys[number] in self.judged or keys[number] in values:
+                    continue
+                with suppress(ValueError):  # the change does not fit the tensors
+                    value = evaluation.values[number]
+                    if value.shape == shown.shape:
+                        values[keys[number]] = value, decoded_format(program, number)
+            for fmt in {fmt for _, fmt in values.values()}:
+                self._judge_equal({key: value for key, (value, one) in values.items() if one is fmt}, shown, fmt)
+
+    def _judge_equal(self, values: Mapping[int, Interval], shown: torch.Tensor, fmt: Format | None) -> None:
+        whole = shown.dim() < 2 or shown.shape[-1] == 1  # `judge_range` takes all rows together
+        for some in [[one] for one in values.items()] if whole else [list(values.items())]:
+            ends = Ends.of(Interval.joined([value for _, value in some]), shown.dtype)
+            actual = shown.repeat(len(some), *(1,) * (shown.dim() - 1))
+            part = judge_range(actual, ends.low, ends.high, ends.nan, decoded=fmt, masks=True)
+            self.judged.update(zip((key for key, _ in some), evidence_of(part, len(some)), strict=True))
+
     def results(
         self, program: Program, *, keep: bool = False, skipped: Collection[str] = ()
     ) -> Iterator[tuple[str, Iterator[tuple[str, Part]]]]:
-        """Each result and the parts that the program accepts, the result of the fewest steps first.
+        """The results and their accepted parts, the result with the fewest steps first.
 
-        `keep`: keep the values of the program. `skipped`: results that are not judged.
+        `keep`: keep the values of the program. `skipped`: results without a judgement.
         """
         keys, names = self.keys.of(program), {number: name for name, number in program.outputs.items()}
         shown = as_shown(program, self.shown)
         self.inputs = of_rows(program, self.tensors, self.rows, self.inputs)
-        evaluation = Evaluation(program, self.inputs, rows=slice(0, 0))
+        evaluation = Evaluation(program, self.inputs, rows=slice(0, 0), chosen=self._chosen)
         for number in _steps_of(program, [name for name in names.values() if name not in skipped]):
             step, name = program.steps[number], names.get(number, "")
             if step.is_stored or step.function == HALF or step.dtype == INDEX:
@@ -237,7 +325,7 @@ class Replay:
 
 
 def _steps_of(program: Program, outputs: Iterable[str]) -> Iterator[int]:
-    """The steps that outputs need, each behind its operands: those of the output of the fewest steps first."""
+    """The steps of the outputs, operands first: the output with the fewest steps begins."""
     needed: dict[str, set[int]] = {}
     for name in outputs:
         reached, left = set[int](), [program.outputs[name]]
@@ -280,7 +368,7 @@ def has_rows(result: torch.Tensor | Quantized | Stored) -> bool:
 
 
 def rows_of(result: torch.Tensor | Quantized | Stored, rows: torch.Tensor) -> torch.Tensor | Quantized:
-    """Some rows of a result that has rows."""
+    """A part of the rows of a result with rows."""
     assert not isinstance(result, Stored)
     if isinstance(result, torch.Tensor):
         return result[rows]

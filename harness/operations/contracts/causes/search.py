@@ -1,14 +1,15 @@
 """Causes of wrong bytes under a contract: the same contract with one mistake, or with two.
 
-The kernel's results are judged under each changed contract. A change that accepts all of them is a cause. It is certain
-if the results exclude every other change that was tried (`Evidence.excluded`). A mistake that is not in the list may
+The kernel's results are judged under each changed contract. A change that accepts all of them is a cause. The cause is
+certain if the results exclude all further changes tried (`Evidence.excluded`). A mistake that is not in the list may
 give the same bytes, so the sentence says how many changes were tried.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -35,15 +36,15 @@ from narrowgauge.reference.contracts.evaluate import Shown, judged
 from narrowgauge.spec.program import BEHIND, ROUTED, Program
 
 NO_DIAGNOSIS = "no-diagnosis"
-"""Name of the entry that says that no cause was found."""
+"""Name of the entry of a search without a cause."""
 _ROWS = 16
-"""Rows that are tried first: a change that they do not exclude is tried on all rows."""
+"""Number of rows tried first: a change not excluded by these rows is tried on all rows."""
 _PROBE = 4
-"""Rows on which pairs are tried first."""
+"""Number of rows tried first for pairs."""
 _SMALL = 2**17
-"""Elements of results below which one thread is faster than several."""
+"""Number of elements of results below which a single thread is faster than several."""
 _NEAREST = 8
-"""Single changes that pairs begin with: those whose results are nearest to the kernel's."""
+"""Number of single changes that begin pairs: the changes with results nearest to the kernel's."""
 
 
 def changed_causes(
@@ -56,10 +57,10 @@ def changed_causes(
     *,
     singly: bool = False,
 ) -> Iterable[Cause | PossibleCause]:
-    """The changes under which all results of the kernel are right, or a sentence that there is none.
+    """The changes that make all results of the kernel right, or the sentence of a search without a cause.
 
-    `others`: further changes, such as other values of the fields of the contract. `singly`: no pairs are tried if no
-    single change explains the results.
+    `others`: further changes, for example changed values of the fields of the contract. `singly`: no pairs are tried if
+    no single change explains the results.
     """
     program, shown = _of_stage(program, shown, stage.stage)
     small = sum(result_elements(result) for result in shown.values()) < _SMALL
@@ -73,7 +74,7 @@ def changed_causes(
             search.try_pairs(search.nearest())
         elif search.found:
             rivals = [change for change in search.nearest() if change not in search.found]
-            search.try_pairs(rivals, {change.sentence for change in rivals})
+            search.try_pairs(rivals, rivals)
         return list(search.causes())
 
 
@@ -117,7 +118,7 @@ _LONGEST = Change("", " " * 999, Program("", "", (), (), {}))
 
 @dataclass
 class _Search:
-    """A search for the changes that give a kernel's results."""
+    """A search for the changes with a kernel's results."""
 
     program: Program
     tensors: Mapping[str, torch.Tensor]
@@ -125,21 +126,21 @@ class _Search:
     stage: StageResult
     limit: Limit
     others: Sequence[Change] = ()
-    """Changes that are no changes of steps: values of the fields of the contract."""
+    """Changes outside of the steps: values of the fields of the contract."""
     found: list[Change] = field(default_factory=list)
-    """Changes, and pairs of changes, that accept all results."""
+    """Changes, and pairs of changes, with all results accepted."""
     free: set[str] = field(default_factory=set)
-    """Names of found values of fields under which almost any bytes are right."""
+    """Names of found values of fields with almost any bytes accepted."""
     near: list[Change] = field(default_factory=list)
-    """Single changes that do not, but that some rows do not exclude either."""
+    """Single changes with wrong results that no probed row excludes."""
     singles: list[Change] = field(default_factory=list)
-    """Changes that were tried. A change that accepts almost any bytes explains none and is left out."""
+    """Changes that were tried. A change with almost any bytes accepted explains no byte and is left out."""
     pairs: int = 0
     """Pairs that were tried."""
     bounds: dict[str, Evidence] = field(default_factory=dict)
-    """What the results of the rows of `probe` say of single changes, until they exclude the change."""
+    """Evidence of the results of the rows of `probe` about single changes, until the rows exclude the change."""
     totals: dict[str, Evidence] = field(default_factory=dict)
-    """What all results of these rows say of single changes."""
+    """Evidence of all results of these rows about single changes."""
 
     def __post_init__(self) -> None:
         self.keys = Keys()
@@ -147,7 +148,8 @@ class _Search:
         height = self.tensors[self.program.arguments[0].name].shape[0]
         self.whole = rows is None or len(rows) == height
         self.some = self._replay(None if self.whole else rows)
-        self.probe = self.some if rows is None else self._replay(rows[:_PROBE])
+        alone = rows is not None and self.some.at_once(self.program) == 1
+        self.probe = self._replay(rows[:_PROBE]) if alone and rows is not None else self.some
         self.known = {self.keys.of_outputs(self.program)}
 
     def _replay(self, rows: torch.Tensor | None) -> Replay:
@@ -158,12 +160,11 @@ class _Search:
         return found
 
     def try_singles(self, others: Iterable[Change], *, alone: bool = False) -> None:
-        """Judge the results under every single change, the others first. `alone`: the others alone."""
+        """Judge the results under every single change, `others` first. `alone`: the others alone."""
         others = list(others)
         self.others = [*self.others, *others]
-        for change in itertools.chain(self._new(others), [] if alone else self._new(changes(self.program))):
-            if not self.limit.may_try(self.some.work(change.program)):
-                break
+        every = itertools.chain(self._new(others), [] if alone else self._new(changes(self.program)))
+        for change in self._tried(every, self.some):
             evidence = self._evidence(change.program)
             if self.probe is self.some and evidence.excluded:
                 self.bounds[change.name] = evidence
@@ -178,15 +179,15 @@ class _Search:
                 self.near.append(change)
 
     def nearest(self) -> list[Change]:
-        """The single changes whose results are nearest to the kernel's, the nearest first."""
+        """The single changes with results near the kernel's, the nearest first."""
         half = _NEAREST // 2
         by_share = self._least(half, lambda evidence: (evidence.share, evidence.distance))
         by_distance = self._least(half, lambda evidence: (evidence.distance, 0.0))
         return list({change.name: change for change in (*by_share, *by_distance)}.values())
 
     def _least(self, count: int, key: Callable[[Evidence], tuple[float, float]]) -> list[Change]:
-        """The single changes with the least evidence, which grows with each result: a change is judged as a whole only
-        if the results that excluded it leave it among the least."""
+        """The single changes with the least evidence against them. Evidence grows with the results: a change is judged
+        as a whole only if its evidence so far is among the least."""
         found: list[tuple[tuple[float, float], int, Change]] = []
         bounds = [(key(self.bounds.get(change.name, Evidence())), place) for place, change in enumerate(self.singles)]
         for bound, place in sorted(bounds):
@@ -198,16 +199,19 @@ class _Search:
             found.append((key(self.totals[change.name]), place, change))
         return [change for _, _, change in sorted(found, key=lambda one: one[:2])[:count]]
 
-    def try_pairs(self, firsts: Sequence[Change], seconds: Collection[str] | None = None) -> None:
-        """Judge the results under pairs of changes. `seconds`: the sentences of the second ones; None: all."""
+    def try_pairs(self, firsts: Sequence[Change], seconds: Sequence[Change] | None = None) -> None:
+        """Judge the results under pairs of changes. `seconds`: the second ones; None: all."""
+        sentences = None if seconds is None else {change.sentence for change in seconds}
         for first in firsts:
             values = dict(self.probe.known)
-            self.probe.remember(first.program)
-            for second in self._new(changes(first.program)):
-                if seconds is not None and second.sentence not in seconds:
-                    continue
-                if not self.limit.may_try(self.probe.work(second.program)):
-                    break
+            try:
+                self.probe.remember(first.program)
+            except ValueError:  # the change hides a quantization of several numbers, and so do its pairs
+                self.probe.known = values
+                continue
+            some = changes(first.program, seconds)
+            every = self._new(one for one in some if sentences is None or one.sentence in sentences)
+            for second in self._tried(every, self.probe):
                 self.pairs += 1
                 if not self.probe.evidence(second.program, first=True).fits:
                     continue
@@ -216,10 +220,21 @@ class _Search:
                     both = f"{first.sentence}, and {second.sentence}"
                     self.found.append(Change(f"{first.name},{second.name}", both, second.program))
             self.probe.known = values
+            self.keys.forget()
+
+    def _tried(self, some: Iterable[Change], replay: Replay) -> Iterator[Change]:
+        """The changes up to the limit of work, judged together if possible."""
+        left, count = iter(some), replay.at_once(self.program)
+        while batch := list(itertools.islice(left, count)):
+            tried = [*itertools.takewhile(lambda change: self.limit.may_try(replay.work(change.program)), batch)]
+            replay.judge_together([change.program for change in tried])
+            yield from tried
+            if len(tried) < len(batch):
+                return
 
     def _new(self, some: Iterable[Change]) -> Iterator[Change]:
-        """The changes that compute the results in another way than all changes before; of several that compute them in
-        the same way, the one with the shortest sentence."""
+        """The changes with different computations of the results; of changes with the same computation, the change with
+        the shortest sentence."""
         unlike: dict[tuple[int, ...], Change] = {}
         for change in some:
             key = self.keys.of_outputs(change.program)
@@ -229,7 +244,7 @@ class _Search:
         yield from unlike.values()
 
     def _evidence(self, program: Program) -> Evidence:
-        """What some rows say about a program, and all rows if these accept it."""
+        """Evidence of some rows about a program, and of all rows if these accept the program."""
         across = any(step.function == "amax_of_all" for step in program.steps)
         evidence = Evidence() if across else self.some.evidence(program)
         return self._of_all_rows(program) if evidence.fits and (across or not self.whole) else evidence
@@ -246,7 +261,7 @@ class _Search:
         return found
 
     def causes(self) -> Iterator[Cause | PossibleCause]:
-        """The causes, or a sentence that there is none."""
+        """The causes, or the sentence of a search without a cause."""
         pairs = f" and {self.pairs} pair{'s' * (self.pairs > 1)}" if self.pairs else ""
         tried = f"{len(self.singles)} changes{pairs}"
         if not self.found:
@@ -276,7 +291,7 @@ class _Search:
         return -self._of_all_rows(change.program).determined
 
     def _unlike(self) -> list[Change]:
-        """The found changes; of those that are equal on every input a field, else the one with the fewest steps."""
+        """The found changes; of causes equal on every input a field, else the cause with the fewest steps."""
         found: list[Change] = []
         names = {change.name for change in self.others}
 
@@ -297,10 +312,13 @@ def _wrong_rows(
     axis, height = program.arguments[0].axes[:1], first.shape[0]
     by_rows = [program.steps[number].axes[:1] == axis for number in program.outputs.values()]
     # A hidden quantization may have an amax of all rows.
-    hidden = any(step.function in (*BEHIND, *ROUTED) or step.across_rows for step in program.steps)
+    hidden = any(
+        step.function in ROUTED or step.across_rows or (step.function in BEHIND and axis[0] in step.axes)
+        for step in program.steps
+    )
     if hidden or not all(by_rows) or not all(map(has_rows, shown.values())):
         return None
-    wrong = stage.wrong_elements
+    wrong, count = stage.wrong_elements, -(-_ROWS // math.prod(first.shape[1:-1]))
     if wrong is not None and wrong.shape[0] == height:
-        return wrong.sum(1).argsort(descending=True, stable=True)[:_ROWS]
-    return torch.arange(min(height, _ROWS), device=first.device)
+        return wrong.flatten(1).sum(1).argsort(descending=True, stable=True)[:count]
+    return torch.arange(min(height, count), device=first.device)

@@ -1,4 +1,4 @@
-"""Inputs that show a change which the input families miss: draw, keep what moves the wrong bytes out, shrink."""
+"""Inputs for a change missed by the input families: draw, keep what moves the wrong bytes out, shrink."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from narrowgauge.spec.program import Program
 TRIES = 300
 """Inputs that a search draws."""
 _STRANGERS = 60
-"""Inputs that are drawn without regard to the best ones before them."""
+"""Number of inputs drawn without regard to the best inputs before."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Aim:
 
 
 def aim(program: Program, change: Change, shape: tuple[int, int], tries: int = TRIES) -> Aim | None:
-    """Search inputs of a shape (rows, columns) that show a change of `wrong_programs`; None if none were found.
+    """Search inputs of a shape (rows, columns) that show a change of `wrong_programs`; None without found inputs.
 
     A search is the same for the same contract, change and shape. Inputs with disjoint sets are returned at once, else
     the ones with the most bytes beyond the sets of the contract, if sampled kernels are refused on them.
@@ -73,7 +73,7 @@ def _stranger(draw: Draw) -> Aimed:
 
 
 def _beside(best: Aimed, draw: Draw) -> Aimed:
-    """The best parameters with one parameter changed, and another random stream."""
+    """The best parameters with a changed parameter, and a new random stream."""
     place = draw.index(len(best.choices))
     other = _stranger(draw)
     changed = best.choices[:place] + other.choices[place : place + 1] + best.choices[place + 1 :]
@@ -81,7 +81,7 @@ def _beside(best: Aimed, draw: Draw) -> Aimed:
 
 
 def _shrunk(aimed: Aimed, surely: Callable[[Aimed], bool]) -> Aimed:
-    """Simpler parameters that show the change as surely: the first place in each list that does."""
+    """Simpler parameters that show the change as surely: the first sufficient place of every list."""
     simpler = replace(aimed, stream=0)
     aimed = simpler if surely(simpler) else aimed
     for place, choice in enumerate(aimed.choices):

@@ -1,4 +1,4 @@
-"""Kernels that compute a contract, also one with a changed step: samples of right and of wrong kernels."""
+"""Kernels of a contract, also with a changed step: samples of right and of wrong kernels."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _middle(x: Interval) -> torch.Tensor:
 
 def wrong_programs(program: Program) -> list[Change]:
     """The changes that a kernel of this module can have: all but those of the rounding and of the storing inside of a
-    quantization, and of recipes that no contract takes. Of changes that are computed in the same way, the first one."""
+    quantization, and of recipes that no contract takes. Of changes with the same computation, the first change."""
 
     own = {option for step in program.steps for option in step.options}
 

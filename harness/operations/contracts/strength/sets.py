@@ -1,7 +1,8 @@
-"""The bytes that a contract accepts, of all results at once, and the comparison of a contract with a changed one.
+"""The accepted bytes of a contract, of all results at once, and the comparison of a contract with a changed contract.
 
-Bytes that a kernel shows decide what is accepted of later ones. Here every result is hidden, so a set holds the bytes
-that right kernels can give, whatever they show before; the parts of a quantization alone are judged in their order.
+In a judgement, shown bytes of a kernel decide the accepted bytes of later results. In this module every result is
+hidden: a set holds the possible bytes of all right kernels; the parts of a quantization alone are judged in their
+order.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 _HIDDEN = ("amax", "scales")
-"""Parts of a quantization that codes are judged by."""
+"""Parts of a quantization with an influence on the judgement of codes."""
 _ALL = (torch.tensor(-(2**31), dtype=torch.int32), torch.tensor(2**31 - 1, dtype=torch.int32))
 """The least and the greatest number in an order of values."""
 
 
 @dataclass(frozen=True)
 class ByteSet:
-    """The accepted bytes of each element, as numbers in the order of their values."""
+    """The accepted bytes of the elements, as numbers in the order of their values."""
 
     low: torch.Tensor
     high: torch.Tensor
     nan: torch.Tensor
-    """Where NaN is accepted."""
+    """Bool: NaN is accepted."""
     only: torch.Tensor
-    """Where nothing else is."""
+    """Bool: only NaN is accepted."""
 
     @staticmethod
     def of_ends(ends: Ends) -> ByteSet:
@@ -65,21 +66,21 @@ class ByteSet:
         return ByteSet(low, high, self.nan | free, self.only & ~free)
 
     def disjoint(self, other: ByteSet) -> torch.Tensor:
-        """Where no byte is in both sets."""
+        """Bool: no byte is in both sets."""
         apart = self.only | other.only | (self.high < other.low) | (other.high < self.low)
         return apart & ~(self.nan & other.nan)
 
     def inside(self, other: ByteSet) -> torch.Tensor:
-        """Where the other set holds this one."""
+        """Bool: the second set holds this set."""
         numbers = self.only | (~other.only & (other.low <= self.low) & (self.high <= other.high))
         return numbers & (other.nan | ~self.nan)
 
     def single(self) -> torch.Tensor:
-        """Where there is one byte."""
+        """Bool: the set has a single byte."""
         return self.only | (~self.nan & (self.low == self.high))
 
     def meets_once(self, other: ByteSet) -> torch.Tensor:
-        """Where at most one byte is in both sets."""
+        """Bool: at most a single byte is in both sets."""
         numbers = torch.minimum(self.high, other.high) <= torch.maximum(self.low, other.low)
         return (self.only & other.only) | (numbers & ~(self.nan & other.nan))
 
@@ -99,7 +100,7 @@ class Sets:
     def of(program: Program, tensors: Mapping[str, torch.Tensor], other: Sets | None = None) -> Sets:
         """`other`: another contract with the same inputs; a step of both is evaluated once.
 
-        Raises ValueError for sizes that a step does not take, and for a hidden quantization that is not determined.
+        Raises ValueError for sizes refused by a step, and for an undetermined hidden quantization.
         """
         keys, known = (Keys(), {}) if other is None else (other.keys, other.values)
         evaluation = Evaluation(program, of_rows(program, tensors, slice(None)), rows=slice(0, 0))
@@ -114,7 +115,7 @@ class Sets:
         return Sets(program, tensors, keys, values, ends)
 
     def example(self, name: str) -> torch.Tensor | Quantized:
-        """A right result: that of the least numbers. Raises ValueError for numbers that the recipe does not take."""
+        """A right result: that of the least numbers. Raises ValueError for numbers refused by the recipe."""
         low, step = self.ends[name].low, self.program.steps[self.program.outputs[name]]
         if step.recipe is None:
             return low
@@ -127,7 +128,8 @@ class Sets:
 
     @cached_property
     def stackable(self) -> bool:
-        """Whether calls can be judged as one matrix: a row depends on no other row, and on no form of the call."""
+        """Whether calls can be judged as a single matrix: rows are independent, and independent of forms of the
+        call."""
         sources = [judged_numbers(self.program, number)[0] for number in self.program.outputs.values()]
         return has_rows(self.program) and not any(any(divisions_of(self.program, number)) for number in sources)
 
@@ -136,8 +138,8 @@ class Sets:
         return {}
 
     def stacked(self, calls: int) -> tuple[Mapping[str, torch.Tensor], Evaluation | None]:
-        """The tensors of so many equal calls below one another, and the evaluation for judgements of a contract with
-        one result; None of several results."""
+        """The tensors of this many equal calls, joined along the rows, and the evaluation for judgements of a contract
+        with a single result; None with several results."""
         if calls in self._stacks:
             return self._stacks[calls]
         axis = self.program.arguments[0].axes[:1]
@@ -154,12 +156,12 @@ class Sets:
 
     @cached_property
     def free(self) -> Mapping[str, torch.Tensor]:
-        """For each quantization the blocks whose scales have no order."""
+        """The blocks without an order of their scales, per quantization."""
         quantized = (name for name, number in self.program.outputs.items() if self.program.steps[number].recipe)
         return {name: _free_blocks(self.ends[name], recipe_of(self.program, name)) for name in quantized}
 
     def parts(self, name: str, shown: torch.Tensor | Quantized) -> Iterator[tuple[str, Part]]:
-        """The parts of a result, each judged given the parts before it."""
+        """The parts of a result, judged given the parts before."""
         ends = self.ends[name]
         if isinstance(shown, Quantized):
             recipe, scale = recipe_of(self.program, name), self._scale(name)
@@ -170,7 +172,7 @@ class Sets:
             yield name, judge_range(shown, ends.low, ends.high, ends.nan)
 
     def bytes_of(self, name: str, part: str, judged_as: Part) -> ByteSet:
-        """The bytes of a part that is judged."""
+        """The bytes of a judged part."""
         ends = self.ends[name]
         if part in _HIDDEN:
             free = self.free[name]
@@ -191,7 +193,7 @@ class Sets:
 
 
 def _free_blocks(ends: Ends, recipe: Recipe) -> torch.Tensor:
-    """Blocks whose amax may be 0, infinite or NaN and may be another one, so that their scales have no order."""
+    """Blocks with a possible amax of 0, infinity or NaN among several: their scales have no order."""
 
     def of_blocks(mask: torch.Tensor) -> torch.Tensor:
         return block_amaxes(mask.float(), recipe) != 0
@@ -220,12 +222,12 @@ def _of_elements(mask: torch.Tensor, recipe: Recipe, shape: torch.Size) -> torch
 
 @dataclass(frozen=True)
 class Result:
-    """What the sets of a result say under a contract and under its change."""
+    """The comparison of the sets of a result under a contract and under its change."""
 
     apart: bool
-    """Whether an element has no byte that is right under both."""
+    """Whether an element has no byte in common under both contracts."""
     inside: bool
-    """Whether every set of the change lies inside the plain one."""
+    """Whether every set of the change lies inside the plain set."""
     determined: bool
     """Whether all kernels of the change give the same bytes, as far as it was looked at."""
 
@@ -233,7 +235,7 @@ class Result:
 def compared(plain: Sets, changed: Sets, name: str) -> Result:
     """Compare the sets of a result.
 
-    A set that depends on an earlier part counts if the part is the only one that is right under both contracts (apart),
+    A set that depends on an earlier part counts only if the part has a single right value under both contracts (apart),
     or under the change (inside). Raises ValueError if the parts under a contract are not known.
     """
     steps = [sets.program.steps[sets.program.outputs[name]] for sets in (plain, changed)]

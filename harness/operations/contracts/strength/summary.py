@@ -26,25 +26,26 @@ from narrowgauge.spec.program import Program
 
 @dataclass(frozen=True)
 class Summary:
-    """What inputs show of the mistakes of one contract."""
+    """The verdicts of inputs about the mistakes of a contract."""
 
     label: str
     """Contract, recipe and dtype."""
     program: Program
     rows: list[StrengthRow]
     inputs: str
-    """Whose inputs they are: "family of inputs" or "case of the run"."""
+    """Source of the inputs: "family of inputs" or "case of the run"."""
     search: bool = False
     """Whether inputs are searched for the mistakes that no inputs of the table show."""
 
     @cached_property
     def hidden(self) -> dict[str, bool]:
-        """The mistakes that no inputs show, and whether they are invisible (`unseen`)."""
+        """The mistakes shown by no inputs; bool: invisible (`unseen`)."""
         return unseen(self.rows)
 
     @cached_property
     def aimed(self) -> dict[str, str | None]:
-        """The sentence of each mistake that no inputs show though some would, and the family that a search found."""
+        """The sentences of the mistakes shown by no inputs, though visible inputs exist, and the family found by a
+        search."""
         missed = [change for change in wrong_programs(self.program) if self.hidden.get(change.name) is False]
         found = {change.sentence: aim(self.program, change, SHAPES[0]) if self.search else None for change in missed}
         return {sentence: None if shown is None else shown.family for sentence, shown in found.items()}
@@ -62,7 +63,7 @@ class Summary:
 
     @property
     def text(self) -> str:
-        """The mistakes that no inputs show, a line each, and what a search found."""
+        """The mistakes shown by no inputs, a line per mistake, and the result of a search."""
         sentences = {row.name: row.sentence for row in self.rows}
         invisible = [sentences[name] for name, never in self.hidden.items() if never]
         lines = []

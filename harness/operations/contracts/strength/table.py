@@ -1,9 +1,9 @@
-"""Strength of inputs: which changes of a contract would they show?
+"""Strength of inputs: which changes of a contract would the inputs show?
 
-A contract and the contract with one change have a set of bytes for each element of the results. If the sets of an
+A contract and the changed contract have a set of bytes per element of the results. If the sets of an
 element are disjoint, then the inputs surely show the change: no kernel is right under both contracts. If every set of
 the change lies inside the plain one, no right kernel of the change is ever refused. Else kernels of the change are
-sampled. Sets are those of `narrowgauge.reference.contracts`, of results that are judged given earlier results.
+sampled. The sets come from `narrowgauge.reference.contracts`, for results judged given earlier results.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from narrowgauge.reference.contracts.evaluate import Tensors, judged
 from narrowgauge.spec.program import ONCE, Program
 
 SAMPLES = 32
-"""Kernels of a change that are sampled if the sets do not decide."""
+"""Number of sampled kernels of a change if the sets do not decide."""
 SHAPES = ((16, 136), (4, 4096))
 """Rows and columns of the table: a tail behind blocks of 16, 32 and 128 elements, and long rows."""
 SPECIAL = ("subnormal", "zeros", "negative-zeros", "nan", "inf", "amax-largest-first")
-"""Families that are tried at the first shape alone: a longer row shows nothing else."""
+"""Families tried at the first shape alone: a longer row shows no further change."""
 
 
 _FIRST = ("position", "ladder", "normal")
-"""Families that show most changes."""
+"""Families with the most changes shown."""
 _SAMPLED, _FEW = 2, 8
-"""Families, and kernels of each, that are sampled for a table that is not whole."""
+"""Number of families, and of sampled kernels per family, for a table that is not whole."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Cell:
     verdict: Literal["surely", "perhaps", "no", "none"]
     """none: the inputs give no verdict on kernels of this contract, or no kernel of the change takes them."""
     caught: int | None = None
-    """Wrong kernels that were refused, of `SAMPLES`, if the verdict is perhaps. None: not counted."""
+    """Number of refused kernels, of `SAMPLES`, if the verdict is perhaps. None: not counted."""
 
     @property
     def seen(self) -> bool:
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """The cell in the table: yes, no, the number of refused kernels, `?` if they are not counted, or `-`."""
+        """The cell in the table: yes, no, the number of refused kernels, `?` if not counted, or `-`."""
         words = {"surely": "yes", "no": "no", "none": "-"}
         return words.get(self.verdict, "?" if self.caught is None else str(self.caught))
 
@@ -76,7 +76,7 @@ def judges(plain: Sets) -> bool:
 
 
 def decided(plain: Sets, change: Change) -> Cell | None:
-    """What the sets say of a change. None: nothing."""
+    """The comparison of the sets under a change. None: nothing."""
     inside = alone = True
     try:
         changed = Sets.of(change.program, plain.tensors, plain)
@@ -131,15 +131,15 @@ def sampled(plain: Sets, change: Change, samples: int = SAMPLES) -> Cell:
 
 @dataclass(frozen=True)
 class StrengthRow:
-    """What the inputs of a shape show of a change."""
+    """The verdicts of the inputs of a shape about a change."""
 
     step: str
-    """The step that is changed, such as `mean-4`."""
+    """The changed step, for example `mean-4`."""
     change: str
-    """What is changed, such as `by-k-minus-1`."""
+    """The change, for example `by-k-minus-1`."""
     sentence: str
     sum: str
-    """Orders of sums that the contract admits: any, depth 40; empty without sums."""
+    """Orders of sums admitted by the contract: any, depth 40; empty without sums."""
     shape: str
     """Sizes of the axes, such as `4x4096`."""
     cells: Mapping[str, Cell]
@@ -159,10 +159,10 @@ def strength_table(
     *,
     whole: bool = True,
 ) -> list[StrengthRow]:
-    """A row for each change of a contract and each shape: what would each family show?
+    """A row per change of a contract and shape: would a family show the change?
 
-    shapes: rows and columns; each axis of the arguments but the first has as many elements as there are columns.
-    families: also aimed ones. whole: as in `table_of`. Raises ValueError for a shape that the contract does not take.
+    shapes: rows and columns; all axes of the arguments but the first have as many elements as there are columns.
+    families: also aimed ones. whole: as in `table_of`. Raises ValueError for a shape refused by the contract.
     """
     inputs: dict[str, dict[str, Tensors]] = {}
     for place, (height, columns) in enumerate(shapes):
@@ -177,10 +177,10 @@ def strength_table(
 
 @one_thread()
 def table_of(program: Program, inputs: Mapping[str, Mapping[str, Tensors]], *, whole: bool = True) -> list[StrengthRow]:
-    """A row for each change of a contract and each shape: what would these inputs show?
+    """A row per change of a contract and shape: would these inputs show the change?
 
     inputs: the tensors by family by shape. Kernels are sampled if no family surely shows a change at this or an earlier
-    shape. whole: whether each change has all cells; else only until a family surely shows it, and `_FEW` kernels are
+    shape. whole: whether all changes have all cells; else only until a family surely shows it, and `_FEW` kernels are
     sampled for `_SAMPLED` families of the first shape.
     """
     wrong, found, sure = wrong_programs(program), list[StrengthRow](), set[str]()
@@ -211,8 +211,8 @@ def table_of(program: Program, inputs: Mapping[str, Mapping[str, Tensors]], *, w
 
 
 def unseen(rows: Sequence[StrengthRow]) -> dict[str, bool]:
-    """The changes that no inputs of a table show, and whether each is invisible on them: none of its kernels is ever
-    refused. Other inputs may show it (`harness.operations.contracts.strength.aim`)."""
+    """The changes not shown by any inputs of a table; bool: the change is invisible on these inputs, because its
+    kernels are never refused. Further inputs may show the change (`harness.operations.contracts.strength.aim`)."""
     hidden: dict[str, bool] = {}
     for name in dict.fromkeys(row.name for row in rows):
         cells = [cell for row in rows if row.name == name for cell in row.cells.values()]

@@ -8,9 +8,11 @@
 // slices of an output tile. Neighbouring sums are added first.
 //
 // The kernel of sections is persistent. A block has 256 rows of b, 64 for each warpgroup, and all of K; the producers copy the
-// next output tile while the warpgroups store one. On an H200 64 sections of 32 rows by N = 4096, K = 7168 take 660 us of MXFP8
-// and 576 us of NVFP4; a block for each output tile, with two slices of K, took 875 and 790 us. Slower: to decode a step while
-// the tensor cores multiply the step before, by 1 to 5 %.
+// next output tile while the warpgroups store one. On an H200 64 sections of 32 rows by N = 4096, K = 7168 take 679 us of MXFP8
+// and 494 us of NVFP4; with products of 64 rows of a 735 and 570; a block for each output tile, with two slices of K, took 875
+// and 790. NVFP4 takes 377 us without decoding, 406 with a quarter of the products, 356 with neither, and a bare read of b 241.
+// Slower: to decode a step while the tensor cores multiply the step before, by 1 to 5 %, or two steps at a time; to decode by
+// shifts in place of conversions from E4M3, by 8 %.
 //
 // A thread holds four of 16 consecutive columns of a row, and its codes are neighbours in memory: columns 4t to 4t + 3. The
 // tiles of a have the same order of columns. A wgmma adds 16 columns in any order to the same sum.
@@ -34,6 +36,7 @@ constexpr int CONSUMER_THREADS = FUSED_CONSUMERS * WARPGROUP;
 constexpr int SLICE_WARPS = 2 * WARPGROUP / WARP;          // consumers of a slice
 constexpr int CODE_STAGES = 2, TOKEN_BYTES = 64 * 1024;    // of a slice: pipeline of b, shared memory of the pipeline of a
 constexpr int SECTION_ROWS = FUSED_CONSUMERS * WGMMA_M, SECTION_CODE_STAGES = 4;  // of a block of the persistent kernel
+constexpr int FEW_TOKENS = 32;                             // of a section: half as many products
 constexpr int STORED_TOKENS = 16, STORED_STRIDE = 20;      // of the sums that a warp stores at a time: without bank conflicts
 constexpr int FUSED_STRIDE = TILE_ROWS + 4;                // of sums: without bank conflicts of the eight rows of a write
 // Of 96 registers of each of 640 threads.
@@ -305,8 +308,9 @@ struct FusedSlice {
         }
     }
 
-    // The sums of a thread. `own`: its first row in the block; the second is 8 rows below.
-    __device__ __forceinline__ void accumulate(float (&d)[TOKENS / 2], int own, int lane) const {
+    // The sums of a thread, of the first COLUMNS rows of a. `own`: its first row in the block; the second is 8 rows below.
+    template <int COLUMNS>
+    __device__ __forceinline__ void accumulate(float (&d)[COLUMNS / 2], int own, int lane) const {
         constexpr u32 STAGE_STEPS = Codes::STAGE_STEPS, STEPS = Codes::SCALE_STEPS;
         const u32 first_code = own * ROW_BYTES + (lane / 4 << 4) + lane % 4 * Codes::BYTES;  // lane / 4 is own % 8
         i64 y[2];
@@ -343,7 +347,7 @@ struct FusedSlice {
                 if (step == STEPS - 1 && run + 1 < steps / STEPS) load(run + 1);
                 ptx::mbarrier_try_wait_parity(barriers.tokens_full[stage], tokens.phase(step));
                 ptx::wgmma_fence();
-                multiply_fragments<typename Codes::Number, TOKENS>(d, fragments, pipelines.tokens[0], stage * TOKENS * ROW_BYTES);
+                multiply_fragments<typename Codes::Number, COLUMNS>(d, fragments, pipelines.tokens[0], stage * TOKENS * ROW_BYTES);
                 wait_for_sums(d);
                 keep(fragments);
                 release(barriers.tokens_empty[stage], lane);
@@ -467,7 +471,7 @@ __device__ __forceinline__ void multiply_fused(const u64 (&map)[16], const Fused
 #endif
     for (int block = 0; block < blocks; ++block) {
         float d[TOKENS / 2] = {};
-        slice_of(block, number).accumulate(d, own, lane);
+        slice_of(block, number).template accumulate<TOKENS>(d, own, lane);
         add_slices<TOKENS>(d, shared.sums[block], number, own, lane);
     }
     if constexpr (CLUSTER > 1) {
@@ -537,6 +541,19 @@ __device__ __forceinline__ void for_slices(const FusedMatrices& matrices, const 
     }
 }
 
+// Multiplies and stores the outputs of a warp, of COLUMNS rows of a.
+template <int COLUMNS, class Slice>
+__device__ __forceinline__ void multiply_section(const Slice& slice, float (&sums)[STORED_TOKENS][STORED_STRIDE],
+                                                 const GroupedAlpha& alpha, const OutputTile& tile) {
+    const int own = threadIdx.x / WARP * 16, lane = threadIdx.x % WARP;
+    const FusedParameters& p = slice.p;
+    float d[COLUMNS / 2] = {};
+    slice.template accumulate<COLUMNS>(d, own + lane / 4, lane);
+    store_section<COLUMNS>(d, sums, alpha.a == nullptr ? Alpha{} : alpha.section(tile.section),
+                           {p.epilogue, tile.section_start * p.n, tile.section * p.n}, tile, slice.token, slice.row + own, p.n,
+                           lane);
+}
+
 // The same for all sections: each block has output tiles of SECTION_ROWS rows of b and TILE_ROWS rows of a, TOKENS at a time.
 template <class Codes, int TOKENS>
 __device__ __forceinline__ void multiply_sections_fused(const FusedMatrices& matrices, const FusedParameters& p,
@@ -568,11 +585,12 @@ __device__ __forceinline__ void multiply_sections_fused(const FusedMatrices& mat
     ptx::setmaxnreg_inc<FUSED_CONSUMER_REGISTERS>();
     const int warp = thread / WARP;
     for_slices(matrices, p, shared, [&](const Slice& slice, const OutputTile& tile) {
-        float d[TOKENS / 2] = {};
-        slice.accumulate(d, warp * 16 + lane / 4, lane);
-        store_section<TOKENS>(d, shared.sums[warp], alpha.a == nullptr ? Alpha{} : alpha.section(tile.section),
-                              {p.epilogue, tile.section_start * p.n, tile.section * p.n}, tile, slice.token,
-                              slice.row + warp * 16, p.n, lane);
+        if constexpr (TOKENS == 64) {
+            if (tile.section_rows - slice.token <= FEW_TOKENS) {
+                return multiply_section<FEW_TOKENS>(slice, shared.sums[warp], alpha, tile);
+            }
+        }
+        multiply_section<TOKENS>(slice, shared.sums[warp], alpha, tile);
     });
     ptx::griddepcontrol_launch_dependents();
 }

@@ -332,7 +332,10 @@ template <class Order, class Sums, class AlphaOf, class EpilogueOf>
 __device__ __forceinline__ void consume(WgmmaShared& shared, TileScheduler<Order> scheduler, const Sums& all, i64 n,
                                         const AlphaOf& alpha_of, const EpilogueOf& epilogue_of) {
     const int thread = static_cast<int>(threadIdx.x) - WARPGROUP, lane = thread % WARP, warp = thread / WARP;
-    const int warpgroup = thread / WARPGROUP;
+    int warpgroup = thread / WARPGROUP;
+#ifdef __CUDA_ARCH__
+    warpgroup = __shfl_sync(0xFFFFFFFFu, warpgroup, 0);  // so that the compiler keeps addresses of stages in uniform registers
+#endif
     OutputTile tile;
     u32 iteration = 0;
     while (scheduler.take(tile)) {
@@ -390,15 +393,15 @@ __device__ __forceinline__ void multiply_tiles_persistent(const Source& source, 
     }
     __syncthreads();
     ptx::griddepcontrol_wait();
-    const TileScheduler<typename Source::Order> scheduler(sections, n, k);
+    using Scheduler = TileScheduler<typename Source::Order>;
     if (thread < WARPGROUP) {
         ptx::setmaxnreg_dec<Source::PRODUCER_REGISTERS>();
-        if (thread == 0) produce(shared, scheduler, source);
+        if (thread == 0) produce(shared, Scheduler(sections, n, k), source);
         if (thread >= WARP) source.use_idle_warp();
-    } else {
-        ptx::setmaxnreg_inc<(REGISTERS_OF_THREE - Source::PRODUCER_REGISTERS) / 2>();
-        consume(shared, scheduler, sums, n, alpha_of, epilogue_of);
+        return;
     }
+    ptx::setmaxnreg_inc<(REGISTERS_OF_THREE - Source::PRODUCER_REGISTERS) / 2>();
+    consume(shared, Scheduler(sections, n, k), sums, n, alpha_of, epilogue_of);
 }
 
 }  // namespace narrowgauge

@@ -1,4 +1,4 @@
-"""Attention kernels in float32 on the CPU: right ones of many schedules, and hooks for wrong ones.
+"""Attention kernels in float32 on the CPU: right kernels of many schedules, and hooks for wrong kernels.
 
 The schedule is that of decode kernels: splits of the keys, a running maximum in tiles of each split, and a merge.
 """
@@ -39,7 +39,7 @@ def noisy(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Attention:
-    """A right kernel. Its methods are what a wrong kernel does in another way."""
+    """A right kernel. A wrong kernel overrides its methods."""
 
     splits: int = 1
     tile: int = 16
@@ -286,7 +286,7 @@ def _exchanged(self, half, pages, request, length):
 
 
 def _pages_of(half: str, function: Any) -> type[Attention]:
-    """A kernel that reads other pages for the keys, or for the values."""
+    """A kernel that reads wrong pages for the keys, or for the values."""
 
     def of_cache(self, cache):
         self.other = getattr(cache, half)

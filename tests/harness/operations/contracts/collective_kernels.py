@@ -19,8 +19,8 @@ def gathered(x: torch.Tensor, group: Any) -> list[torch.Tensor]:
 
 
 class Kernels:
-    """Each rank gathers the codes and scales of all, and computes everything. Parts of it are methods, which wrong
-    kernels change."""
+    """Each rank gathers the codes and scales of all, and computes everything. Its parts are methods, overridden by
+    wrong kernels."""
 
     declares: ClassVar[dict[str, Any]] = {}
 
@@ -296,7 +296,7 @@ class Fused(Kernels):
 
 
 class OwnStripe(Kernels):
-    """A rank keeps the rows that it reduces as the sum before it was quantized."""
+    """A rank keeps its reduced rows as the sum before quantization."""
 
     declares: ClassVar[dict[str, Any]] = {"all-reduce": {"own_stripe": True}}
 

@@ -32,7 +32,7 @@ NOT_NAMED = {
     "gelu-mul-quantize: no −0", "clamped-swiglu: gate not clamped", "relu-squared-quantize: scale rounded down",
     "silu-mul-quantize: no activation",
 }  # fmt: skip
-"""Mistakes that are caught, and whose bytes other changes give too, or almost."""
+"""Caught mistakes with bytes that further changes give too, or almost."""
 
 
 def sentences(wrong: Wrong, *, exact: bool = True) -> list[str]:
@@ -161,7 +161,7 @@ def test_changes_that_are_equal_on_every_input_are_one_cause() -> None:
     [("fp8-row-e4m3", (126, 254, 0)), ("nvfp4", (0, 8)), ("nvfp4@torchao", (7,)), ("mxfp8-e4m3", (126,))],
 )
 def test_another_code_of_nan_is_named(recipe: str, codes: tuple[int, ...]) -> None:
-    """NaN gives 7E or FE in kernels that clamp before they round, 7F in others."""
+    """NaN gives 7E or FE in kernels with a clamp before the rounding, 7F in the rest."""
 
     @c.contract
     def twice(x: c.Matrix, recipe: c.Recipe):

@@ -1,4 +1,4 @@
-"""Collectives: right kernels pass, each mistake fails and is named, and each field changes what is accepted."""
+"""Collectives: right kernels pass, every mistake fails and is named, and every field changes the accepted results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured errors of functions in place of documented ones: narrower intervals, and reports that say so."""
+"""Measured errors of functions in place of documented ones: narrower intervals, and reports with a note."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _in_pairs(self, terms):
 
 
 def _in_tiles(self, terms):
-    """Partial sums of 16 rows each, one by one, as blocks of threads store them."""
+    """Partial sums of 16 rows, in the order of the blocks of threads."""
     tiles = [tile.sum(0) for tile in terms.split(16)]
     return sum(tiles[1:], tiles[0])
 

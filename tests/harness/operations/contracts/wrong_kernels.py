@@ -74,7 +74,7 @@ def row(columns: int, seed: int) -> torch.Tensor:
 
 
 def quantized(y: torch.Tensor, recipe: str, m: str = "") -> Any:
-    """Codes and scales, as a kernel that quantizes rows or blocks makes them."""
+    """Codes and scales of a kernel for rows or blocks."""
     rule = find_recipe(recipe)
     if rule.name == "fp8-row-e4m3":
         z = y.float()
@@ -468,7 +468,7 @@ class Wrong:
     kernel: Callable[..., Any]
     mistake: str
     words: str
-    """Words of the sentence that names the mistake, parted by "|" if there are several ways to say it. Empty: the
+    """Words of the sentence about the mistake, separated by "|" for alternatives. Empty: the
     mistake is outside of the list, and no sentence may be certain."""
     inputs: tuple[torch.Tensor, ...]
     recipe: str = ""

@@ -646,7 +646,7 @@ def of_tensor(suffix: str) -> Tensors:
 
 
 def fused_experts(kind: str) -> tuple[Tensors, Tensors]:
-    """Three experts (3, 200, 300) under one name, with scales of each expert."""
+    """Three experts (3, 200, 300) under the same name, with scales per expert."""
     weights = [
         weight * factor
         for factor, weight in zip((1.0, 2.0, 0.5), [*samples.weights(200, 300).values()] * 2, strict=False)

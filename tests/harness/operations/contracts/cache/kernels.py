@@ -1,4 +1,4 @@
-"""Kernels that store rows in a paged cache, one token and one head at a time. A subclass changes one method."""
+"""Kernels that store rows in a paged cache, a token and a head at a time. A subclass changes one method."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def cache_of(tensors: dict[str, torch.Tensor], recipe: str, layout: PageLayoutNa
 def stored(
     steps: Program, tensors: dict[str, torch.Tensor], kernel: Kernels, layout: PageLayoutName
 ) -> dict[str, Stored]:
-    """The result of a kernel that stores, as the judge takes it."""
+    """The result of a storing kernel, in the form of the judge."""
     recipe = next(step.options["recipe"] for step in steps.steps if "recipe" in step.options)
     cache = cache_of(tensors, recipe, layout)
     rows = {name: tensors[name].view(len(tensors["slots"]), tensors["cache.keys"].shape[2], -1) for name in ("k", "v")}
@@ -73,7 +73,7 @@ def test_a_kernel_in_plain_loops_passes(recipe: str, layout: PageLayoutName) -> 
 
 
 def test_any_changed_byte_of_the_cache_is_wrong() -> None:
-    """Every byte of a small cache, one by one: those of the tokens, and those that stay."""
+    """Every byte of a small cache, one by one: bytes of the tokens, and bytes that stay."""
     steps = program("kv-write", "fp8-static-e4m3@torchao-affine")
     sizes = {**SIZES, "dim": 2, "v_dim": 1, "heads": 2}
     tensors = contract_inputs(steps, sizes, "normal", Draw("bytes"))

@@ -57,7 +57,7 @@ def head(function: Callable[[int, int], int]) -> dict[str, Method]:
 
 
 def rows(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Method]:
-    """Other rows (tokens, heads, columns) before they are quantized."""
+    """Wrong rows (tokens, heads, columns) before their quantization."""
 
     def method(self: Kernels, x: torch.Tensor, recipe: Any, scale: Any, half: str) -> dict[str, torch.Tensor]:
         return Kernels.quantized(self, change(x), recipe, scale, half)
