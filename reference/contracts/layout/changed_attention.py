@@ -135,8 +135,8 @@ def behind_the_end(masked: Interval, scores: Interval, kind: str, size: int) -> 
     def padded(t: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.pad(t, (0, width - t.shape[-1])).masked_fill(~keys, 0)
 
-    ends = [padded(end).masked_fill(~shown, -torch.inf) for end in (scores.low, scores.high)]
-    return Interval(*ends, None if scores.nan is None else padded(scores.nan) & shown)
+    low, high = (padded(end).masked_fill(~shown, -torch.inf) for end in (scores.low, scores.high))
+    return Interval(low, high, None if scores.nan is None else padded(scores.nan) & shown)
 
 
 _NO_SCORE = -(2.0**60)
