@@ -135,7 +135,7 @@ def table(fit: Fit) -> Table:
 
 
 def rows(fit: Fit) -> list[dict[str, Any]]:
-    """For each input the bytes that differ from the nearest dialect, and from the rule."""
+    """Numbers of bytes different from the nearest dialect, and from the rule, by input."""
     found = []
     for index_of_stack, stack in enumerate(fit.observed.stacks):
         unequal = [
@@ -156,8 +156,8 @@ def rows(fit: Fit) -> list[dict[str, Any]]:
 
 
 def print_rows(fit: Fit, console: Console) -> None:
-    """Print a row for each input: bytes that differ from the nearest dialect and from the rule, and below them their
-    classes."""
+    """Print a row for each input: bytes different from the nearest dialect and from the rule, with their classes
+    below."""
     found = rows(fit)
     header = ("input", f"not as {fit.nearest.dialect}", "signs, dead", "not as the rule", "signs, dead")
     cells = []
