@@ -46,8 +46,6 @@ FACTORS = (1.0, -1.0, 0.5, 2.0, 2.0**-9, 2.0**9)
 """Factors of every gate: powers of two, so that a product rounds nothing but for subnormal numbers."""
 _LARGER, _LARGEST = 24, 2.0**8
 """Blocks of which amaxes hold every smaller result: so many powers of two, from this one down."""
-_OUTERS = 16
-"""Most tensor amaxes, or given scales, of a proof."""
 SHAPE = (16, 256)
 """Shape of the case whose method is certified."""
 _ALONE = frozenset({
@@ -208,7 +206,7 @@ def certificate_of_contract(
         raise CertificateError("a certificate of a contract has every number of bfloat16 or float16; its dtype is fp32")
     begun, calls = time.monotonic(), ContractCalls(backend, case)
     recipe = calls.recipe
-    chosen, of = outers(recipe, numbers, min(effort.tensor_scales, _OUTERS), seed)
+    chosen, of = outers(recipe, numbers, effort.tensor_scales, seed)
     try:
         before = Repeated(calls, numbers, chosen[0].given(numbers.device), seed)
         proof = _prove(calls, numbers, chosen, of, effort.places)
@@ -324,4 +322,4 @@ def _wrong_set(stage: str, outer: Outer, found: _Found, numbers: Numbers, factor
     }
     rule = find_rule(torch.isin(every, keys), features)
     listed = [{"scale": 0, "numbers": runs(torch.unique(keys & (2 * numbers.sign - 1)))}]
-    return WrongSet(stage, outer, len(keys), len(every), rule, listed, found.first, steady=True)
+    return WrongSet(f"gates.{stage}", outer, len(keys), len(every), rule, listed, found.first, steady=True)

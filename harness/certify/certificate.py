@@ -20,8 +20,8 @@ FORMAT = 1
 """Version of the JSON file."""
 _INPUTS = {
     "scales": "block amaxes", "codes": "pairs of a number and a scale", "values": "pairs of a code and a scale",
-    "products": "products of two codes under two scales", "output.codes": "gates and factors",
-    "output.scales": "largest gates of a block, and factors",
+    "products": "products of two codes under two scales", "gates.codes": "gates and factors",
+    "gates.scales": "largest gates of a block, and factors",
 }  # fmt: skip
 """Inputs of every stage."""
 _SHOWN = 12
@@ -218,7 +218,7 @@ def wrong_lines(wrong: WrongSet, dtype: str) -> Iterator[str]:
 
 def _run(stage: str, scale: int, first: int, last: int) -> str:
     numbers = f"0x{first:X}" + (f" to 0x{last:X}" if last > first else "")
-    return numbers if stage == "scales" else f"{numbers} under scale 0x{scale:X}"
+    return f"{numbers} under scale 0x{scale:X}" if stage in ("codes", "values") else numbers
 
 
 def _under(outer: Outer, dtype: str) -> str:

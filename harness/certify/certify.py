@@ -56,16 +56,17 @@ def certify(
     Philox, or words too. subject: a recipe, or a contract that quantizes a function of single numbers, such as
     "silu-mul-quantize", with its recipe as `recipe`.
     dtype: bfloat16 or float16, whose numbers are all tried, or float32: every rounding boundary ± 2 ulp and a sample.
-    tensor_scales: number of tensor amaxes, or of given scales (default: 64 on a CPU, all on a GPU). places: number of
-    places of a number in a block (default: up to 128 on a CPU, all on a GPU). tensor_scale_is, layout, nibbles:
-    conventions of the result, as of `narrowgauge.check`. What a certificate says: docs/certify.md.
+    tensor_scales: number of tensor amaxes, or of given scales (default: 64 on a CPU, all on a GPU; of a contract 4
+    and 64). places: number of places of a number in a block (default: up to 128 on a CPU, of a contract 4; all on a
+    GPU). tensor_scale_is, layout, nibbles: conventions of the result, as of `narrowgauge.check`. What a certificate
+    says: docs/certify.md.
 
     Returns the certificate, of a wrong kernel too: `certificate.passed`. Raises CertificateError, a ValueError, for a
     recipe, contract or dtype that has no certificate, and if the function fails on the inputs of the proof; ValueError
     and TypeError for arguments that do not fit together.
     """
     if isinstance(subject, Contract) or (isinstance(subject, str) and subject in CONTRACTS):
-        effort = Effort.of(str(device), tensor_scales, places)
+        effort = Effort.of(str(device), tensor_scales, places, contract=True)
         with default_settings():
             return _of_contract(function, subject, recipe, (dtype, str(torch.device(device))), effort, seed)
     if subject is None or recipe is not None:

@@ -31,7 +31,7 @@ class WrongSet:
     """The wrong inputs of a stage under one tensor amax."""
 
     stage: str
-    """amax, scales or codes."""
+    """amax, scales, codes, values or products; of the gates of a contract `gates.` before the name of a result."""
     outer: Outer
     count: int
     of: int

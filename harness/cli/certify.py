@@ -87,7 +87,7 @@ def certify_backend(
         if case is None and operation is Operation.QUANTIZE:
             numbers = numbers_of(recipe, TORCH_DTYPES[dtype], device)
         with one_thread(), hosted_backend(backend, device, seconds=SECONDS) as loaded:
-            effort = Effort.of(device, tensor_scales, places)
+            effort = Effort.of(device, tensor_scales, places, contract=case is not None)
             if case is not None:
                 numbers = Numbers(TORCH_DTYPES[dtype], device)
                 certificate = certificate_of_contract(loaded, backend, case, numbers, effort, seed)

@@ -255,3 +255,23 @@ CHANGED_CODES: Mapping[str, tuple[str, Callable[[Quantized], Quantized]]] = {
     "codes-next-row": ("the codes of {} are those of the next row", lambda q: replace(q, codes=q.codes.roll(-1, 0))),
 }  # fmt: skip
 """Wrong readings of a quantized argument, with a sentence."""
+
+
+def _of_expert(step: int, *parts: str) -> Callable[[Quantized, int], Quantized]:
+    """Matrices of experts, one behind another, whose parts are those of the expert `step` further."""
+
+    def change(q: Quantized, experts: int) -> Quantized:
+        moved = {part: getattr(q, part) for part in parts}
+        return replace(q, **{part: t.roll(-step * (t.shape[0] // experts), 0) for part, t in moved.items()})
+
+    return change
+
+
+CHANGED_MATRICES: Mapping[str, tuple[str, Callable[[Quantized, int], Quantized]]] = {
+    f"{name}{side}-expert": (f"{phrase} of the {side} expert", _of_expert(step, *parts))
+    for name, phrase, parts in (
+        ("", "each choice takes {}", ("codes", "scales")), ("scales-", "the scales of {} are those", ("scales",)),
+    )
+    for side, step in (("next", 1), ("previous", -1))
+}  # fmt: skip
+"""Wrong matrices of experts in a quantized argument, with a sentence: from it and the number of experts."""

@@ -21,6 +21,7 @@ from narrowgauge.reference.contracts.accepted import Ends, Part, judge_range
 from narrowgauge.reference.contracts.casts import DTYPES, cast
 from narrowgauge.reference.contracts.changed_steps import (
     CHANGED_CODES,
+    CHANGED_MATRICES,
     CHANGED_STEPS,
     OTHER_BITS,
     changed_quantize,
@@ -694,6 +695,8 @@ def _codes(evaluation: Evaluation, step: Step) -> Quantized:
     """A quantized argument."""
     q = quantized_argument(evaluation.program, evaluation.tensors, step.options["name"], step.options["recipe"])
     view = step.options.get("view")
+    if view in CHANGED_MATRICES:
+        return CHANGED_MATRICES[view][1](q, evaluation.program.sizes(evaluation.tensors)[EXPERTS])
     return q if view is None else CHANGED_CODES[view][1](q)
 
 
@@ -883,6 +886,7 @@ def _part_of(x: torch.Tensor, step: Step) -> torch.Tensor:
 
 
 def _roundings(evaluation: Evaluation, step: Step) -> Interval:
+    """The numbers after further roundings, and the float32 of each, which a cast behind may round."""
     value: Interval = evaluation.values[step.operands[0]]
     count = step.options["count"]
     absolute = SMALLEST_NORMAL if evaluation.program.flushes else 2.0**-150
@@ -895,11 +899,11 @@ def _roundings(evaluation: Evaluation, step: Step) -> Interval:
             torch.where(error.isfinite(), end, value_end)
             for end, value_end in ((value.low - error, value.low), (value.high + error, value.high))
         )
-        return Interval(low, high, nan)
+        return i.rounded(low, high, nan)
     zero = (value.low == 0) & (value.high == 0)
     ends = i.widened(value.low, value.high, (1 + UNIT) ** count - 1, count * absolute)
     low, high = (torch.where(zero, old, new) for old, new in zip((value.low, value.high), ends, strict=True))
-    return replace(value, low=low, high=high, nan=value.may_be_nan)
+    return i.rounded(low, high, value.may_be_nan)
 
 
 def _reduced(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], Interval]:

@@ -36,15 +36,35 @@ def quantized(
 ) -> Quantized:
     """The quantization of a matrix (M, K) that a kernel hides, rotated already.
 
-    Raises ValueError unless every element is one number: the kernel has to show the quantization of others.
+    Raises ValueError unless all numbers of the elements have the same quantization: the kernel has to show it.
     """
     free = y.nan is not None and bool((y.nan & ~y.never).any())
-    if free or bool(different(y.low, y.high, None).any()):
+    found = None if free else _of_all_numbers(y, find_recipe(recipe), scale, random)
+    if found is None:
         raise ValueError(
             f"the quantization of line {line} is hidden, and several numbers are right for an element of its operand; "
             "let the kernel return the quantization"
         )
-    return of_rotated(y.low, find_recipe(recipe), scale, random)
+    return found
+
+
+def _of_all_numbers(
+    y: Ends, recipe: Recipe, scale: torch.Tensor | None, random: torch.Tensor | None
+) -> Quantized | None:
+    """The quantization of every matrix between the ends; None if there are several.
+
+    Scales rise with the magnitudes, and codes under a scale with the numbers: if the least and the largest magnitudes
+    have the same scales and codes, so have all between them. 4over6 chooses scales in another way.
+    """
+    if not bool(different(y.low, y.high, None).any()):
+        return of_rotated(y.low, recipe, scale, random)
+    negative = y.low.signbit()
+    if recipe.candidates != "6" or bool((negative != y.high.signbit()).any()):
+        return None
+    least, largest = torch.where(negative, y.high, y.low), torch.where(negative, y.low, y.high)
+    found, other = (of_rotated(x, recipe, scale, random) for x in (least, largest))
+    same = all(torch.equal(getattr(found, part), getattr(other, part)) for part in ("codes", "scales"))
+    return found if same and (found.amax is None or torch.equal(found.amax, other.amax)) else None
 
 
 def of_rotated(y: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None, random: torch.Tensor | None) -> Quantized:

@@ -171,7 +171,8 @@ def _block_amaxes(y: Ends, recipe: Recipe) -> list[torch.Tensor]:
     left_out = (low <= 0) & (high >= 0)
     if y.nan is not None:
         left_out |= y.nan.flatten()[y.uncertain] & ~low.isnan()
-    numbers, amaxes, magnitudes = y.low.clone(), [], (low.abs(), high.abs())
+    numbers = y.low.clone(memory_format=torch.contiguous_format)
+    amaxes, magnitudes = [], (low.abs(), high.abs())
     for sizes in (torch.minimum(*magnitudes).masked_fill_(left_out, 0.0), torch.maximum(*magnitudes)):
         numbers.view(-1)[y.uncertain] = sizes
         amaxes.append(block_amaxes(numbers, recipe))

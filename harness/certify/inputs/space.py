@@ -113,9 +113,13 @@ class Effort:
     """Tensor amaxes with all `places`; further tensor amaxes have one place."""
 
     @staticmethod
-    def of(device: str, tensor_scales: int | None = None, places: int | None = None) -> Effort:
-        """The effort on a device: on a GPU all tensor amaxes."""
+    def of(
+        device: str, tensor_scales: int | None = None, places: int | None = None, *, contract: bool = False
+    ) -> Effort:
+        """The effort on a device: on a GPU all places and, but for a contract, all tensor amaxes."""
         gpu = torch.device(device).type == "cuda"
+        if contract:
+            return Effort(tensor_scales or (64 if gpu else 4), places or (ALL if gpu else 4), ALL)
         return Effort(tensor_scales or (ALL if gpu else 64), places or (ALL if gpu else 128), 64 if gpu else 12)
 
 

@@ -179,13 +179,17 @@ def _one_in_each_row(numbers: torch.Tensor, rows: int, columns: int, first: int 
 
 
 def _gates(draw: Draw, rows: int, columns: int, *, dense: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up of all experts (rows, columns): numbers of E2M1; gates of neighbouring columns differ."""
+    """Gate and up of all experts (rows, columns): numbers of E2M1; gates of neighbouring columns differ.
+
+    Ups are as large as gates, of either sign. SiLU of a negative up is nearly 0: a kernel that exchanges them is known.
+    """
     if dense:
         gate = (1 + draw.below(2, rows, columns)).float()
         return gate, _one_in_each_row(draw.signs(rows), rows, columns, draw.index(columns))
     place = torch.arange(columns) + 3 * torch.arange(rows).unsqueeze(1) + draw.index(4)
-    gate = torch.tensor([2.0, 3.0, 4.0, 6.0])[place % 4]
-    return gate, torch.tensor([0.5, 1.0, 1.5])[(place // 2) % 3] * draw.signs(rows, columns)
+    numbers, signs = torch.tensor([2.0, 3.0, 4.0, 6.0]), draw.signs(rows, columns)
+    signs[::8] = 1  # every block has an up that SiLU does not change
+    return numbers[place % 4], numbers[place // 2 % 4] * signs
 
 
 def _of_experts(numbers: torch.Tensor, recipe: Recipe, experts: int) -> Quantized:

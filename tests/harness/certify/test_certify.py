@@ -17,11 +17,13 @@ from narrowgauge.harness.api.default_settings import default_settings
 from narrowgauge.harness.api.function_backend import FunctionBackend
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.certify import certify as certify_module
-from narrowgauge.harness.certify.certificate import Certificate, CertificateError, problems, read
+from narrowgauge.harness.certify import trials as trials_module
+from narrowgauge.harness.certify.certificate import Certificate, CertificateError, problems, proved_and_sampled, read
 from narrowgauge.harness.certify.certify import certificate_of, certify
 from narrowgauge.harness.certify.compare import Calls
 from narrowgauge.harness.certify.decoding import prove_decoding
-from narrowgauge.harness.certify.inputs.space import Effort, Numbers, Outer, Space, outers
+from narrowgauge.harness.certify.inputs.random_bytes import first_bytes
+from narrowgauge.harness.certify.inputs.space import Effort, Numbers, Outer, Space, outers, rotated_magnitudes
 from narrowgauge.harness.certify.proof import Proof, Prover
 from narrowgauge.harness.certify.wrong import Feature, find_rule, runs
 from narrowgauge.harness.cli import app
@@ -29,8 +31,9 @@ from narrowgauge.harness.operations.quantize.case import QuantizeCase
 from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.reference import ops
 from narrowgauge.reference.numbers.blocks import block_amax
+from narrowgauge.reference.numbers.rounding import stochastic
 from narrowgauge.reference.quantize.layout import elements, pack_codes
-from narrowgauge.spec.formats import E4M3, E8M0, FP32
+from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
@@ -285,11 +288,95 @@ def test_random_bytes_are_given(recipe: str) -> None:
     assert wrong.stage == "codes"
 
 
+def test_the_first_byte_with_another_code_is_that_of_all_bytes() -> None:
+    x = torch.cat([torch.linspace(-7, 7, 2001), torch.tensor([0.0, 1e-30, 0.2499, torch.inf])])
+    for element in (E2M1, E4M3):
+        every = torch.stack([stochastic(x, element, torch.full(x.shape, b, dtype=torch.uint8)) for b in range(256)])
+        changes = every[1:] != every[:-1]
+        assert int(changes.sum(0).amax()) == 1
+        assert torch.equal(
+            first_bytes(x, element), torch.where(changes.any(0), changes.int().argmax(0) + 1, 256).short()
+        )
+
+
+@pytest.mark.parametrize(("off", "wrong"), [(0, []), (1, ["codes"])])
+def test_random_words_lie_around_the_first_byte_with_another_code(off: int, wrong: list[str]) -> None:
+    def kernel(x: torch.Tensor, recipe: Recipe, random: torch.Tensor | tuple[int, int]) -> Quantized:
+        """Takes larger bytes than the given ones."""
+        if isinstance(random, torch.Tensor):
+            larger = (random.contiguous().view(torch.uint8).int() + off).clamp(max=255)
+            random = larger.to(torch.uint8).view(torch.int32)
+        return ops.quantize(x, recipe, random=random)
+
+    found = prove(kernel, "nvfp4-sr", places=1)
+    assert [one.stage for one in found.wrong] == wrong
+    assert found.words
+    lines = proved_and_sampled(found, find_recipe("nvfp4-sr"), 16, True)[0]
+    assert any("below, at and above" in line for line in lines)
+
+
+def test_a_kernel_without_words_gets_a_seed_and_an_offset() -> None:
+    def kernel(x: torch.Tensor, recipe: Recipe, random: tuple[int, int]) -> Quantized:
+        seed, offset = random
+        if isinstance(seed, torch.Tensor):
+            raise TypeError("random is a seed and an offset")
+        return ops.quantize(x, recipe, random=(seed, offset))
+
+    found = prove(kernel, "nvfp4-sr", places=1)
+    assert found.wrong == []
+    assert not found.words
+    assert any(
+        "1 to 1 random bytes of 256" in line for line in proved_and_sampled(found, find_recipe("nvfp4-sr"), 16, True)[1]
+    )
+
+
+# ---- rotations -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "share"),
+    [
+        ("nvfp4-rht", 0.002),
+        *(
+            pytest.param(name, share, marks=pytest.mark.long)
+            for name, share in (
+                ("nvfp4-rht4", 0.002), ("nvfp4-2d-rht", 0.002), ("nvfp4-rht64", 0.002), ("nvfp4-rht-sr", 0.002),
+                # c is no power of two: 17 % of the numbers are no rounded multiple of c.
+                ("nvfp4-rht2", 0.25), ("nvfp4-rht32", 0.25),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_rotated_numbers_meet_every_scale(recipe: str, share: float) -> None:
+    rotation = find_recipe(recipe).transform
+    assert rotation is not None
+    reached = rotated_magnitudes(rotation, Numbers(torch.bfloat16))
+    outer = Outer(amax=int(reached[reached >= 0x400][0]))
+
+    def kernel(x: torch.Tensor, recipe: Recipe, random: torch.Tensor | None = None) -> Quantized:
+        return ops.quantize(x, recipe, random=random)
+
+    found = prove(kernel, recipe, outer)
+    assert found.wrong == []
+    assert found.pairs > 0
+    assert found.unreached <= share * found.pairs
+
+
+def test_a_rotated_tie_is_named() -> None:
+    def kernel(x: torch.Tensor, recipe: Recipe) -> Quantized:
+        return ties_away(ops.transform(x, recipe), find_recipe("nvfp4"))
+
+    codes = next(one for one in prove(kernel, "nvfp4-rht", MIDDLE, places=1).wrong if one.stage == "codes")
+    assert codes.rule is not None
+    assert {"scaled element": ["a tie"], "lower code": ["even"]}.items() <= codes.rule.conditions.items()
+
+
 @pytest.mark.long
 def test_the_command_certifies_candidates_and_random_bits(tmp_path: Path) -> None:
     for recipe, words in (
         ("nvfp4-4over6-448-mae", "sampled: choices of a candidate"),
-        ("nvfp4-sr", "pairs, with 1 to 1 random bytes of 256"),
+        ("nvfp4-sr", "pairs, with the random bytes below, at and above the first one with another code"),
+        ("nvfp4-rht", "which no number of a group gives alone: 127"),
     ):
         arguments = ["certify", "reference", "--recipe", recipe, "--tensor-scales", "1", "--places", "1"]
         result = CliRunner().invoke(app, [*arguments, "--report-dir", str(tmp_path)])
@@ -349,11 +436,11 @@ BY_CONTENT: dict[str, Kernel] = {
 
 @pytest.fixture
 def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certify_module, "_ELEMENTS", 1 << 13)
-    monkeypatch.setattr(certify_module, "_ROUNDS", 1)
+    monkeypatch.setattr(Calls, "elements", 1 << 14)
+    monkeypatch.setattr(trials_module, "_ROUNDS", 1)
     monkeypatch.setattr(certify_module, "outers", lambda *_: ([SMALL], 1))
     chosen = [(4097, 16), (3, 48), (3, 64), (3, 96), (3, 128), (130, 256), (5, 33), (1, 320)]
-    monkeypatch.setattr(certify_module, "shapes", lambda _: iter(chosen))
+    monkeypatch.setattr(trials_module, "shapes", lambda _: iter(chosen))
 
 
 def certificate(kernel: Kernel) -> Certificate:
@@ -404,7 +491,7 @@ def test_wrong_shapes_are_named_by_a_rule() -> None:
 @pytest.mark.parametrize(
     ("recipe", "dtype", "words"),
     [
-        ("nvfp4-rht", torch.bfloat16, "certify the recipe without the rotation"),
+        ("nvfp4-rht", torch.float16, "rotates bfloat16; its dtype can be bfloat16"),
         ("nvfp4-4over6-448-mae", torch.float32, "its dtype can be bfloat16 or float16"),
         ("nvfp4", torch.float64, "dtype is torch.float64"),
     ],

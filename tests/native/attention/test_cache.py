@@ -70,9 +70,9 @@ def test_written_rows(recipe: str, layout: PageLayoutName, dtype: str, device: s
 
 
 @ON_EVERY_DEVICE
-@pytest.mark.parametrize("recipe", ["int8-row", "int8-row@vllm-row", "fp8-row-e4m3@vllm-kv"])
+@pytest.mark.parametrize("recipe", ["int8-row", "int8-row@vllm-row", "fp8-row-e4m3@vllm-kv", NVFP4])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_special_rows_with_scales_of_tokens(recipe: str, dtype: str, device: str) -> None:
+def test_special_rows(recipe: str, dtype: str, device: str) -> None:
     """Rows of zeros, NaN, infinity, the smallest numbers, and whole numbers and halves under a scale of 1."""
     steps = program("kv-write", recipe, dtype)
     tensors = contract_inputs(steps, SIZES, "normal", Draw("special"))

@@ -141,7 +141,7 @@ def test_no_kernel_flushes_fuses_or_approximates(architecture: str, source: str,
     assert fused == by_sums | ({"fma.rn.f32"} if source in FUSED or rotates else set())
     assert not {i for i in floats if ".f64" in i}, "a double constant has crept in"
 
-    packs = source.startswith(("quantize_nvfp4", "produced_nvfp4", "gemm_quantized")) or (
+    packs = source.startswith(("quantize_nvfp4", "produced_nvfp4", "gemm_quantized", "kv_write")) or (
         flags == ("-DELEMENT=E2M1",) and source == "quantize_mx"
     )
     assert (CVT["e2m1"] in text) == (packs and narrow)

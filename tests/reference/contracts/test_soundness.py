@@ -11,7 +11,7 @@ import torch
 
 from narrowgauge.contract import Contract, Program
 from narrowgauge.contracts import CONTRACTS as SHIPPED
-from narrowgauge.reference.contracts.evaluate import bits_of, judged
+from narrowgauge.reference.contracts.evaluate import Evaluation, bits_of, judged
 from narrowgauge.reference.quantize.quantize import quantize
 from narrowgauge.spec.program import BITS
 from narrowgauge.spec.recipes import find_recipe
@@ -133,3 +133,13 @@ def test_many_random_kernels_are_right(contract: Contract, device: str) -> None:
         seed += 10
         width = 480 + (32 * seed if contract.name in TRAINING else seed)  # whole groups of a rotation
         compared += check(contract, ("mixed", "float32", "float64")[seed // 10 % 3], (rows, width), seed, device)
+
+
+def test_a_further_rounding_may_end_on_a_tie() -> None:
+    """A number of `roundings` whose float32 lies between two bfloat16 numbers: the one is accepted and the other."""
+    contract = next(contract for contract in EVERY if contract.name == "silu-mul-backward")
+    program = traced(contract, "bfloat16", "mxfp4")
+    x = torch.tensor([[2.4028122425079346e-07, 2.6226043701171875e-06]]).bfloat16()
+    dy = torch.tensor([[-216.0]]).bfloat16()
+    ends = Evaluation(program, {"dy": dy, "x": x}).values[program.outputs["dx"]]
+    assert (ends.low[0, 0].item(), ends.high[0, 0].item()) == (-0.0002841949462890625, -0.00028228759765625)

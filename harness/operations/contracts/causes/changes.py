@@ -21,7 +21,7 @@ from narrowgauge.harness.operations.contracts.causes.changed_recipes import chan
 from narrowgauge.harness.operations.contracts.causes.edits import OUTPUT, Editor, Scope, Site, other_rows
 from narrowgauge.harness.operations.contracts.causes.formulas import formula
 from narrowgauge.reference.contracts.casts import DTYPES
-from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES, OTHER_SCALES, OtherRow
+from narrowgauge.reference.contracts.changed_steps import CHANGED_CODES, CHANGED_MATRICES, OTHER_SCALES, OtherRow
 from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
 from narrowgauge.reference.contracts.layout.attention import WEIGHTS as ALL_WEIGHTS
@@ -318,7 +318,10 @@ def _readings(site: Site) -> list[tuple[str, str]]:
         without.add("unsigned")
     if recipe.spans_k:
         without |= {view for view in CHANGED_CODES if view.endswith(("block", "-pairs", "-even"))}
-    return [(view, phrase.format(name)) for view, (phrase, _) in CHANGED_CODES.items() if view not in without]
+    views: dict[str, Any] = {view: entry for view, entry in CHANGED_CODES.items() if view not in without}
+    if any(step.function == OF_EXPERT for step in site.editor.program.steps):
+        views |= CHANGED_MATRICES
+    return [(view, phrase.format(name)) for view, (phrase, _) in views.items()]
 
 
 def _slices(site: Site) -> list[tuple[str, str, tuple[float, float | None, int]]]:

@@ -204,7 +204,11 @@ class _Search:
         sentences = None if seconds is None else {change.sentence for change in seconds}
         for first in firsts:
             values = dict(self.probe.known)
-            self.probe.remember(first.program)
+            try:
+                self.probe.remember(first.program)
+            except ValueError:  # the change hides a quantization of several numbers, and so do its pairs
+                self.probe.known = values
+                continue
             some = changes(first.program, seconds)
             every = self._new(one for one in some if sentences is None or one.sentence in sentences)
             for second in self._tried(every, self.probe):

@@ -8,9 +8,11 @@
 // slices of an output tile. Neighbouring sums are added first.
 //
 // The kernel of sections is persistent. A block has 256 rows of b, 64 for each warpgroup, and all of K; the producers copy the
-// next output tile while the warpgroups store one. On an H200 64 sections of 32 rows by N = 4096, K = 7168 take 660 us of MXFP8
-// and 576 us of NVFP4; a block for each output tile, with two slices of K, took 875 and 790 us. Slower: to decode a step while
-// the tensor cores multiply the step before, by 1 to 5 %.
+// next output tile while the warpgroups store one. On an H200 64 sections of 32 rows by N = 4096, K = 7168 take 679 us of MXFP8
+// and 494 us of NVFP4; with products of 64 rows of a 735 and 570; a block for each output tile, with two slices of K, took 875
+// and 790. NVFP4 takes 377 us without decoding, 406 with a quarter of the products, 356 with neither, and a bare read of b 241.
+// Slower: to decode a step while the tensor cores multiply the step before, by 1 to 5 %, or two steps at a time; to decode by
+// shifts in place of conversions from E4M3, by 8 %.
 //
 // A thread holds four of 16 consecutive columns of a row, and its codes are neighbours in memory: columns 4t to 4t + 3. The
 // tiles of a have the same order of columns. A wgmma adds 16 columns in any order to the same sum.
@@ -21,9 +23,6 @@
 // 0.6 to 2 us off, to check scales before the first step 0.2 to 0.4. Slower, of 64 rows of MXFP8: half as many stages of a and
 // four of b by 1.7 us, three of b by 1.2, warpgroups that multiply by turns by 0.4, prefetches of codes to L2 by 2 to 8.
 #pragma once
-#ifndef DECODE
-#define DECODE 0
-#endif
 
 #include "gemm/skinny/gemm_skinny_nvfp4.cuh"
 #include "gemm/sm90/dequantize_tiles.cuh"
@@ -37,6 +36,7 @@ constexpr int CONSUMER_THREADS = FUSED_CONSUMERS * WARPGROUP;
 constexpr int SLICE_WARPS = 2 * WARPGROUP / WARP;          // consumers of a slice
 constexpr int CODE_STAGES = 2, TOKEN_BYTES = 64 * 1024;    // of a slice: pipeline of b, shared memory of the pipeline of a
 constexpr int SECTION_ROWS = FUSED_CONSUMERS * WGMMA_M, SECTION_CODE_STAGES = 4;  // of a block of the persistent kernel
+constexpr int FEW_TOKENS = 32;                             // of a section: half as many products
 constexpr int STORED_TOKENS = 16, STORED_STRIDE = 20;      // of the sums that a warp stores at a time: without bank conflicts
 constexpr int FUSED_STRIDE = TILE_ROWS + 4;                // of sums: without bank conflicts of the eight rows of a write
 // Of 96 registers of each of 640 threads.
@@ -156,7 +156,6 @@ struct Nvfp4Codes {
     static constexpr int STAGE_STEPS = ROW_BYTES * 2 / TILE_COLUMNS, SCALE_STEPS = 16 * 16 / TILE_COLUMNS;
     static constexpr int RUN = SCALE_STEPS * TILE_COLUMNS;  // columns of RowScales
     static constexpr int BYTES = 2;                         // of a lane's codes in a 16-byte chunk, or in half of one
-    static constexpr float REST = 0x1p7f;
 
     // Step `step` of the scales. `first`: the byte of `codes` at which the thread's codes of chunk 0 of the stage begin.
     static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, u32 first, const RowScales& scales,
@@ -169,22 +168,6 @@ struct Nvfp4Codes {
             for (int half = 0; half < 2; ++half) {  // two wgmmas, whose codes are in a word
                 const u8* place = codes + (first ^ (2 * step + half) << 4) + 8 * row * ROW_BYTES;
                 const u32 low = *reinterpret_cast<const u16*>(place), high = *reinterpret_cast<const u16*>(place + 8);
-#if DECODE == 2  // none: what the rest takes
-                for (int i = 0; i < 4; ++i) fragments[2 * half + i % 2][row + i / 2 * 2] = i % 2 == 0 ? low : high;
-                continue;
-#endif
-#if DECODE == 1
-                const u32 scale = ptx::mul_rn_f16x2(pairs[half], 0x58005800u);
-#pragma unroll
-                for (int block = 0; block < 2; ++block) {
-                    const u32 from = block == 0 ? low : high, word = __byte_perm(from, 0u, 0x2120);
-                    const u32 even = (word << 12 & 0x80008000u) | (word << 9 & 0x0E000E00u);
-                    const u32 odd = (word << 8 & 0x80008000u) | (word << 5 & 0x0E000E00u);
-                    fragments[2 * half + block][row] = block == 0 ? ptx::mul_rn_f16x2_low(even, scale) : ptx::mul_rn_f16x2_high(even, scale);
-                    fragments[2 * half + block][2 + row] = block == 0 ? ptx::mul_rn_f16x2_low(odd, scale) : ptx::mul_rn_f16x2_high(odd, scale);
-                }
-                continue;
-#endif
                 const u32 word = low | high << 16;
                 const u32 factors = restore_elements(pairs[half]);
                 u32 even[2], odd[2];
@@ -215,7 +198,6 @@ struct MxCodes {
     static constexpr int STAGE_STEPS = ROW_BYTES / TILE_COLUMNS, SCALE_STEPS = 16 * 32 / TILE_COLUMNS;
     static constexpr int RUN = SCALE_STEPS * TILE_COLUMNS;
     static constexpr int BYTES = 4;
-    static constexpr float REST = 1.0f;
 
     static __device__ __forceinline__ void decode(Fragments& fragments, const u8* codes, u32 first, const RowScales& scales,
                                                   int step) {
@@ -285,7 +267,6 @@ struct MxCodes {
 template <class Codes, class Pipelines>
 struct FusedSlice {
     static constexpr int TOKENS = Pipelines::TOKENS, CODE_STAGES = Pipelines::CODE_STAGES;
-    using Decoder = Codes;
 
     const FusedParameters& p;
     Pipelines& pipelines;
@@ -560,29 +541,17 @@ __device__ __forceinline__ void for_slices(const FusedMatrices& matrices, const 
     }
 }
 
-#ifndef VARIANT_32
-#define VARIANT_32 1
-#endif
-#ifndef QUARTER
-#define QUARTER 0
-#endif
-#ifndef DECODE
-#define DECODE 0
-#endif
 // Multiplies and stores the outputs of a warp, of COLUMNS rows of a.
 template <int COLUMNS, class Slice>
-__device__ __forceinline__ void multiply_section(const FusedMatrices&, const Slice& slice, float (&sums)[STORED_TOKENS][STORED_STRIDE],
+__device__ __forceinline__ void multiply_section(const Slice& slice, float (&sums)[STORED_TOKENS][STORED_STRIDE],
                                                  const GroupedAlpha& alpha, const OutputTile& tile) {
     const int own = threadIdx.x / WARP * 16, lane = threadIdx.x % WARP;
     const FusedParameters& p = slice.p;
     float d[COLUMNS / 2] = {};
     slice.template accumulate<COLUMNS>(d, own + lane / 4, lane);
-    if (DECODE == 1) {
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 2; ++i) d[i] *= Slice::Decoder::REST;
-    }
     store_section<COLUMNS>(d, sums, alpha.a == nullptr ? Alpha{} : alpha.section(tile.section),
-                           {p.epilogue, tile.section_start * p.n, tile.section * p.n}, tile, slice.token, slice.row + own, p.n, lane);
+                           {p.epilogue, tile.section_start * p.n, tile.section * p.n}, tile, slice.token, slice.row + own, p.n,
+                           lane);
 }
 
 // The same for all sections: each block has output tiles of SECTION_ROWS rows of b and TILE_ROWS rows of a, TOKENS at a time.
@@ -616,13 +585,12 @@ __device__ __forceinline__ void multiply_sections_fused(const FusedMatrices& mat
     ptx::setmaxnreg_inc<FUSED_CONSUMER_REGISTERS>();
     const int warp = thread / WARP;
     for_slices(matrices, p, shared, [&](const Slice& slice, const OutputTile& tile) {
-#if VARIANT_32 > 0
-        if (TOKENS == 64 && tile.section_rows - slice.token <= 32) {
-            multiply_section<32>(matrices, slice, shared.sums[warp], alpha, tile);
-            return;
+        if constexpr (TOKENS == 64) {
+            if (tile.section_rows - slice.token <= FEW_TOKENS) {
+                return multiply_section<FEW_TOKENS>(slice, shared.sums[warp], alpha, tile);
+            }
         }
-#endif
-        multiply_section<TOKENS>(matrices, slice, shared.sums[warp], alpha, tile);
+        multiply_section<TOKENS>(slice, shared.sums[warp], alpha, tile);
     });
     ptx::griddepcontrol_launch_dependents();
 }

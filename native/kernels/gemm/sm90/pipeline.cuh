@@ -211,13 +211,10 @@ __device__ __forceinline__ void store_sums(const float (&d)[COUNT], const Factor
     store_sums<float>(d, factor, epilogue, rows, top, left, n, lane);
 }
 
-#ifndef PRODUCER
-#define PRODUCER (FEW_ROWS ? 40 : 24)
-#endif
 // A Source without work for idle warps.
 struct CopyingSource {
     using Order = TiledSection;
-    static constexpr int PRODUCER_REGISTERS = PRODUCER;
+    static constexpr int PRODUCER_REGISTERS = 40;
 
     __device__ __forceinline__ u32 bytes(const OutputTile&) const { return sizeof(Stage); }
     __device__ __forceinline__ void wait_for(const OutputTile&) const {}

@@ -186,9 +186,6 @@ __device__ __forceinline__ void multiply_fragments(float (&d)[ROWS / 2], const F
     const u64 right = matrix_descriptor(first) + (offset >> 4);
 #pragma unroll
     for (int i = 0; i < WGMMAS; ++i) {
-#ifdef SKIPPED
-        if (i % 4 < SKIPPED) continue;
-#endif
         if constexpr (ROWS == 32) {
             ptx::wgmma_m64n32k16_f32<T>(d, a[i], right + i * (WGMMA_K * 2 >> 4));
         } else if constexpr (ROWS == 64) {

@@ -19,7 +19,7 @@ from narrowgauge.harness.diagnosis.search.work_limit import WorkLimit
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.operations.contracts.causes.changes import changes
 from narrowgauge.harness.operations.contracts.causes.moved import moved_changes
-from narrowgauge.harness.operations.contracts.causes.replay import as_shown
+from narrowgauge.harness.operations.contracts.causes.replay import Keys, Replay, as_shown
 from narrowgauge.harness.operations.contracts.causes.search import confirmed
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.judge import judge_contract
@@ -200,8 +200,32 @@ def test_every_wrong_kernel_fails(name: str) -> None:
     assert any(wrong_elements(kernel, family) for family in families)
 
 
+SINKS = {"window": 5, "contract": "attention-sinks"}
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "every", "options"),
+    [("geometric", "head modulo", 60, {}), pytest.param("one-hot", "last key", 5, SINKS, marks=pytest.mark.long)],
+)
+def test_changes_are_judged_together_as_alone(family: str, name: str, every: int, options: dict[str, Any]) -> None:
+    """Changed scales, masks, indices, sums and slots, on two rows of two requests."""
+    given, steps, rows = inputs(family, shape=SHARED, **options), program(**options), torch.tensor([3, 1])
+    passed = {name: value for name, value in options.items() if name != "contract"}
+    shown = {name: result[rows] for name, result in run(WRONG[name][0], given, **passed).items()}
+    together, alone = (Replay(given, shown, rows, Keys(), False) for _ in range(2))
+    changed = [change.program for change in changes(steps)][::every]
+    for replay in (together, alone):
+        replay.remember(steps)
+    together.judge_together(changed)
+    judged_together = [one for one in changed if together.keys.of_outputs(one)[0] in together.judged]
+    assert len(judged_together) > len(changed) / 2
+    assert [together.evidence(one, whole=True) for one in changed] == [
+        alone.evidence(one, whole=True) for one in changed
+    ]
+
+
 NAMED = ("head modulo", "next value head", "key 17", "to a border", "next request's pages", "o not rescaled")
-"""Wrong kernels of indices, masks, pages and sums; each takes 20 seconds of a core."""
+"""Wrong kernels of indices, masks, pages and sums; each takes 3 seconds of a core."""
 
 
 @pytest.mark.long

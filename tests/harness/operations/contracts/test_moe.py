@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -41,10 +42,12 @@ def stages_of(
     x: torch.Tensor, w13: Quantized, w2: Quantized, ids: torch.Tensor, weights: torch.Tensor, recipe: Recipe | str,
     *, last: int | None = None, in_w13: int = 0, power: int = 1, gate_up: str = "gate-up", backwards: bool = False,
     router_weight: str = "combined", rounded: str = "result", fast_math: bool = False, order: str = "choices",
-    accumulate: str = "float32",
+    accumulate: str = "float32", of_none: int = -1,
 ) -> dict[str, Any]:  # fmt: skip
     """The stages in plain torch. `last`: choices that are added; `in_w13`: distance of the expert in w13; `power` of
-    the weights; `backwards`: the last choice is added first. The others are fields of the contract."""
+    the weights; `backwards`: the last choice is added first; `of_none`: expert of a choice of none. The others are
+    fields of the contract."""
+    ids = torch.where(ids < 0, of_none, ids)
     experts, (tokens, choices) = w2.shape[0] // x.shape[1], ids.shape
     q, w = narrowgauge.quantize(x, recipe), (weights**power).unsqueeze(2)
     products = torch.zeros(tokens, choices, w13.shape[0] // experts, dtype=x.dtype)
@@ -92,17 +95,19 @@ def test_right_kernels_pass_every_family(recipe: str) -> None:
         narrowgauge.check(kernel, moe, recipe=recipe)
 
 
-WRONG = {
-    "choices": {"last": -1}, "next expert": {"in_w13": 1}, "weights is a factor twice": {"power": 2},
-    "gate_up is 'up-gate'": {"gate_up": "up-gate"},
+WRONG: dict[str, dict[str, Any]] = {
+    "the last choice is left out": {"last": -1}, "each choice takes w13 of the next expert": {"in_w13": 1},
+    "weights is a factor twice": {"power": 2}, "router_weight is 'none'": {"router_weight": "none"},
+    "gate_up is 'up-gate'": {"gate_up": "up-gate"}, "gate_up is 'interleaved'": {"gate_up": "interleaved"},
+    "a choice of no expert takes expert 0": {"of_none": 0}, "a choice of no expert takes the last one": {"of_none": 3},
 }  # fmt: skip
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_kernel_fails(name: str) -> None:
-    with pytest.raises(AssertionError, match="output"):
-        narrowgauge.check(_kernel(**WRONG[name]), CASE)
+@pytest.mark.parametrize("cause", WRONG)
+def test_a_wrong_kernel_is_named_by_the_end_alone(cause: str) -> None:
+    with pytest.raises(AssertionError, match=re.escape(f"explained exactly by: {cause}")):
+        narrowgauge.check(_kernel(**WRONG[cause]), CASE)
 
 
 FIELDS: dict[str, tuple[Any, ...]] = {
