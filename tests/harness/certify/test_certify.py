@@ -300,7 +300,7 @@ def test_the_first_byte_with_another_code_is_that_of_all_bytes() -> None:
 
 
 @pytest.mark.parametrize(("off", "wrong"), [(0, []), (1, ["codes"])])
-def test_random_words_lie_around_the_first_byte_with_another_code(off: int, wrong: list[str]) -> None:
+def test_random_words_lie_around_the_first_different_code(off: int, wrong: list[str]) -> None:
     def kernel(x: torch.Tensor, recipe: Recipe, random: torch.Tensor | tuple[int, int]) -> Quantized:
         """Takes larger bytes than the given ones."""
         if isinstance(random, torch.Tensor):
