@@ -1,6 +1,6 @@
 """Rows and columns of a cache in wrong places: the head, token, column or slot, and its right place.
 
-The results name the place: the bytes of a wrong part are looked for among all other parts. A change of this module
+The results name the place: the bytes of a wrong part are searched among all parts. A change of this module
 needs no list, and is tried like every change.
 """
 
@@ -29,7 +29,7 @@ Pairs = list[tuple[int, int]]
 _MOST = 1 << 24
 """Comparisons of a search at most."""
 _NAMED = 4
-"""Places that a sentence names."""
+"""Largest number of places in a sentence."""
 
 
 def moved_changes(program: Program, tensors: Tensors, shown: Shown) -> Iterator[Change]:
@@ -133,8 +133,8 @@ def _orders(part: Part) -> tuple[torch.Tensor, ...]:
 
 
 def _pairs(actual: torch.Tensor, low: torch.Tensor, high: torch.Tensor, axis: int) -> Pairs:
-    """The wrong places along an axis, with the first place whose accepted numbers fit; empty if a wrong
-    place has none."""
+    """The wrong places along an axis, with the first place whose accepted numbers fit; empty if a wrong place has no
+    such place."""
     a, lower, upper = (x.movedim(axis, 0).flatten(1) for x in (actual, low, high))
     wrong = ((a < lower) | (a > upper)).any(1).nonzero()[:, 0].tolist()
     found: Pairs = []
@@ -170,7 +170,7 @@ def _row_change(program: Program, number: int, word: str, pairs: Pairs, output: 
 def _slot_change(
     program: Program, number: int, pairs: Pairs, page: int, verb: str, reader: int | None = None
 ) -> Change:  # fmt: skip
-    """Other slots in place of some slots, for all steps with these slots, or for the step `reader` alone."""
+    """Wrong slots in place of the given slots, for all steps with these slots, or for the step `reader` alone."""
     editor = Editor(program)
     site = Site(editor, number)
     editor.restart(site.line)
