@@ -43,6 +43,7 @@ from narrowgauge.spec.program import (
     INDEX,
     INTEGERS,
     JOINED,
+    OF_EXPERT,
     QUANTIZE,
     READ,
     RENUMBERED,
