@@ -696,9 +696,11 @@ def _codes(evaluation: Evaluation, step: Step) -> Quantized:
     """A quantized argument."""
     q = quantized_argument(evaluation.program, evaluation.tensors, step.options["name"], step.options["recipe"])
     view = step.options.get("view")
+    if view is None:
+        return q
     if view in CHANGED_MATRICES:
         return CHANGED_MATRICES[view][1](q, evaluation.program.sizes(evaluation.tensors)[EXPERTS])
-    return q if view is None else CHANGED_CODES[view][1](q)
+    return CHANGED_CODES[view][1](q)
 
 
 def quantized_argument(program: Program, tensors: Tensors, name: str, recipe: str) -> Quantized:

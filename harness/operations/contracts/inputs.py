@@ -192,7 +192,7 @@ class _Wanted:
     before: Mapping[str, torch.Tensor]
     """The matrices before it, float32."""
     rows: int
-    """Rows that an index can name."""
+    """Rows open to an index."""
     sizes: Mapping[str, int]
     last_rank: int = 0
     logarithm: bool = False
@@ -337,7 +337,7 @@ KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
     "Index": _index, "Bits": _bits, "Slots": _slots, "Lengths": _lengths, "Heads": _heads, "Pages": _pages,
     "Cache": _cached, "Positions": _positions, "RouterWeights": _router_weights,
 }  # fmt: skip
-"""Makers of each type of `narrowgauge.contract`: float32, and int64 of an index, int32 of random bits."""
+"""Makers of the types of `narrowgauge.contract`: float32, and int64 of an index, int32 of random bits."""
 
 
 def contract_inputs(
@@ -345,7 +345,7 @@ def contract_inputs(
 ) -> dict[str, torch.Tensor]:
     """The arguments of a contract by name, contiguous on the CPU, in their dtypes, the same bytes for equal draws.
 
-    `sizes`: elements along each named axis. Matrices are of the family, and all different, except in families of zeros.
+    `sizes`: elements along the named axes. Matrices are of the family, and all different, except in families of zeros.
     A row has numbers of both signs that show their places, a scalar and a scale are positive and finite; `RULES` has
     the exceptions. An aimed family has the same bytes for every draw. `number`: of the product in a batch, whose scales
     differ. Raises ValueError for an unknown family and an axis without a size.

@@ -95,7 +95,7 @@ def _twice(dtype: str, site: Site) -> Value:
 
 
 def _of(site: Site, x: Value, statistics: Value | None = None) -> Value:
-    """The quantization of another matrix, with the amaxes of a third."""
+    """The quantization of a second matrix, with the amaxes of a third."""
     bits = site.operands[-1:] if site.step.random is not None else []
     operands = (x, *site.operands[1:]) if statistics is None else (x, statistics, *bits)
     options = {**site.step.options, **({} if statistics is None else {"statistics": True})}
@@ -113,7 +113,7 @@ def _changed_recipes(recipe: Recipe) -> tuple[tuple[str, str, Recipe], ...]:
 
 
 def _key(recipe: Recipe) -> tuple[Any, ...]:
-    """The choices that decide codes and scales; a rotation is a step of its own."""
+    """The choices with an influence on codes and scales; a rotation is a step of its own."""
     rule = recipe.rowwise
     return tuple(getattr(rule, field.name) for field in fields(rule) if field.name not in _UNSEEN)
 

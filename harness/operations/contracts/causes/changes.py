@@ -493,6 +493,8 @@ def _other_half(site: Site) -> list[str]:
 # ---- sequences -------------------------------------------------------------------------------------------------------
 
 _TILES = (16, 32, 64, 128)
+_FIRST_ROWS = [(f"{n}", f"rows {n} to {2 * n - 1} of each {2 * n} have the q of the {n} rows before", n)
+               for n in (16, 32, 64, 128)]  # fmt: skip
 _SPLITS = (2, 3, 4, 5, 7, 8)
 _INDEX_NAMES = {SEGMENTS: "request", HEADS: "head"}
 _KEYS = 64
@@ -537,6 +539,34 @@ def _left_out_keys(site: Site) -> list[tuple[str, str, tuple[Any, ...]]]:
         keys = f"keys {number * size} to {number * size + size - 1}"
         found.append((f"tile-{number}-of-{size}", keys, ("tile", size, number)))
     return [*found, *((f"key-{key}", f"key {key}", ("key", key)) for key in range(_KEYS))]
+
+
+def _other_values(site: Site) -> list[tuple[str, str, str, int]]:
+    """Values that the weights of other keys multiply, by kinds of `OTHER_VALUES` and tiles of keys."""
+    both = [(f"exchanged-{n}", f"keys {n} apart in each {2 * n} have the values of each other", "exchanged", n)
+            for n in (1, 8, 64)]  # fmt: skip
+    first = [(f"first-{n}", f"keys {n} to {2 * n - 1} of each {2 * n} have the values of the keys before", "first", n)
+             for n in (8, 16, 32, 64)]  # fmt: skip
+    return [
+        *both, *first,
+        *((f"last-{n}", f"the values of the last tile of {n} keys are left out, and their weights are not",
+           "last-left-out", n) for n in _TILES),
+        *((f"next-{n}", f"weights of each tile of {n} keys multiply the values of the next tile", "next", n)
+          for n in _TILES),
+    ]  # fmt: skip
+
+
+def _keys_behind(site: Site) -> list[tuple[str, str, str, int]]:
+    """Keys behind the end of a row that its mask shows, or last tokens that are zeros."""
+    if site.operands[2].step.options.get("value") != -math.inf:
+        return []
+    more = [(f"more-{n}", f"rows see {n} more key{'s' * (n > 1)}, zeros behind the last token", "more", n)
+            for n in (1, 2)]  # fmt: skip
+    return [
+        *more, ("zeros-1", "the last token of a request is read as zeros", "zeros", 1),
+        *((f"tile-{n}", f"rows see all keys of their last tile of {n}, zeros behind the last token", "tile", n)
+          for n in _TILES),
+    ]  # fmt: skip
 
 
 def _moved_masks(site: Site) -> list[tuple[str, str, float]]:
@@ -847,6 +877,17 @@ ROWS: tuple[Row, ...] = (
         lambda s: _TILES),
     Row((WEIGHTS,), "to", "the weights are rounded to {v}", lambda s, v: s.changed(to=v),
         lambda s: [v for v in ALL_WEIGHTS if v != s.option("to")]),
+    Row((WEIGHTED,), "values", "{v}",
+        lambda s, v: s.changed_operand(s.made("with_other_values", s.a, kind=v[2], size=v[3])), _other_values),
+    Row((RESCALED,), "lanes", "weights are relative to the maximum of their half of each {v} keys",
+        lambda s, v: s.made("of_lanes", s.old, s.b, group=v), lambda s: (2, 4, 8, 16)),
+    Row(("where",), "behind", "{v}", lambda s, v: s.made("behind_the_end", s.old, s.b, kind=v[2], size=v[3]),
+        _keys_behind),
+    Row((SCORES,), "first-rows", "{v}",
+        lambda s, v: s.changed_operand(s.made("of_first_rows", s.a, *s.operands[2:4], size=v[2])),
+        lambda s: _FIRST_ROWS),
+    Row((SCORES,), "heads", "the heads of q that share a head are {v} apart in place of neighbours",
+        lambda s, v: s.changed_operand(s.made("regrouped", s.a, group=v)), lambda s: (2, 4, 8)),
     Row((WEIGHTED,), "averaged", "{v} splits are averaged without their weights", _of_splits, lambda s: _SPLITS),
     # mixtures of experts
     Row(("argument",), "position", "{v}",

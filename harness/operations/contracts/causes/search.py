@@ -134,9 +134,9 @@ class _Search:
     near: list[Change] = field(default_factory=list)
     """Single changes with wrong results that no probed row excludes."""
     singles: list[Change] = field(default_factory=list)
-    """Changes that were tried. A change with almost any bytes accepted explains no byte and is left out."""
+    """Tried changes. A change with almost any bytes accepted explains no byte and is left out."""
     pairs: int = 0
-    """Pairs that were tried."""
+    """Number of tried pairs."""
     bounds: dict[str, Evidence] = field(default_factory=dict)
     """Evidence of the results of the rows of `probe` about single changes, until the rows exclude the change."""
     totals: dict[str, Evidence] = field(default_factory=dict)
