@@ -117,12 +117,13 @@ def every_fourth_row(s: Steps) -> torch.Tensor:
     return found
 
 
-def whole(width: int) -> Callable[[Steps], torch.Tensor]:
-    """Codes of the columns in whole tiles; the others stay 0."""
+def whole(size: int, axis: int = 1) -> Callable[[Steps], torch.Tensor]:
+    """Codes of the columns, or of the rows, in whole tiles; the others stay 0."""
 
     def codes(s: Steps) -> torch.Tensor:
         found = elements(reference.quantize(s.matrix, s.recipe).codes, s.x.shape[1], s.recipe)
-        found[:, s.x.shape[1] // width * width :] = 0
+        kept = found.shape[axis] // size * size
+        found.narrow(axis, kept, found.shape[axis] - kept).zero_()
         return found
 
     return codes
@@ -156,6 +157,7 @@ QUANTIZERS: list[Q] = [
       for recipe in ("mxfp8-e4m3", "mxfp4")),
     *((f"columns-left-out:{width}", recipe, "normal", (16, 248), {"codes": whole(width)})
       for recipe in ("mxfp8-e4m3", "nvfp4") for width in (32, 64)),
+    ("rows-left-out:16", "mxfp8-e4m3", "normal", (31, 64), {"codes": whole(16, 0)}),
     ("amax-after-saturation", "fp8-delayed-e4m3", "normal", (3, 33), {"amax": saturated}),
     ("zero-block-nan", "fp8-row-e4m3", "zero-rows", (40, 144), {"codes": without_zeros}),
     ("zero-block-nan", "mxfp8-e4m3", "zero-rows", (40, 144), {"codes": without_zeros}),
