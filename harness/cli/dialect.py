@@ -59,7 +59,7 @@ def which_dialect(
     from narrowgauge.harness.backends.host import HostLost
     from narrowgauge.harness.hosts.remote_host import hosted_backend
     from narrowgauge.harness.machine.process import one_thread
-    from narrowgauge.harness.tools.dialect import report
+    from narrowgauge.harness.tools.dialect import report, terminal
     from narrowgauge.harness.tools.dialect.fit import fit
     from narrowgauge.harness.tools.dialect.issue import issue as issue_text
     from narrowgauge.harness.tools.dialect.versions import line
@@ -80,9 +80,9 @@ def which_dialect(
     else:
         console.print(f"{result.recipe}   backend {backend}, device {device}, seed {seed}", markup=False)
         console.print(line(backend), markup=False, soft_wrap=True)
-        console.print(report.table(result))
+        console.print(terminal.table(result))
         if details:
-            report.print_rows(result, console)
+            terminal.print_rows(result, console)
         console.print(report.sentence(result), markup=False, soft_wrap=True)
         if rule := report.pasted(result, save.stem if save else "own"):
             console.print(rule, markup=False, soft_wrap=True)

@@ -361,12 +361,24 @@ def gemm(a: Value, b: Value, order: str | None = None, *, promotion: str | None 
     if a.axes[1:] != b.axes[1:] or len(a.axes) != 2:
         a.trace.fail(f"operands of c.gemm have the axes ({', '.join(a.axes)}) and ({', '.join(b.axes)}); K differs")
     try:
-        if summation(order).joined_in_output:
-            a.trace.fail(f"c.gemm gives float32, so the sums of slices are float32: leave -out of {order!r} out")
+        declared = summation(order)
     except ValueError as error:
         a.trace.fail(str(error))
+    if declared.joined_in_output:
+        a.trace.fail(f"c.gemm gives float32, so the sums of slices are float32: leave -out of {order!r} out")
+    narrow = declared.aligned is not None or (declared.fraction or (24, 0))[0] < 24
+    if narrow and _is_whole(a) and _is_whole(b):
+        a.trace.fail(f"sums of whole numbers are int32, or float32 with the order fraction-24-8, not {order!r}")
     options = {} if promotion is None else {"promotion": promotion}
     return a.trace.add(GEMM, (a, b), (a.axes[0], b.axes[0]), "float32", order=order, **options)
+
+
+def _is_whole(x: Value) -> bool:
+    """Whether the numbers of a matrix are whole numbers times scales."""
+    step = x.step
+    if step.function == DECODE:
+        return _is_whole(Value(x.trace, step.operands[0]))
+    return step.function == CODES and find_recipe(step.options["recipe"]).integer
 
 
 def _is_known(x: Value) -> bool:

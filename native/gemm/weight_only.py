@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass, replace
+
 import torch
 
 from narrowgauge.native.gemm import wgmma
@@ -15,20 +17,59 @@ from narrowgauge.spec.arguments import check_tensor
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32
 from narrowgauge.spec.quantized import BatchedQuantized, Quantized
 
+
+@dataclass(frozen=True)
+class Tiling:
+    """Work of a block of tensor cores."""
+
+    team_warps: int
+    """Warps of a team, each with the same part of K."""
+    strips: int
+    """16 rows of b each, of a warp."""
+    slices: int
+    """Slices of K, which need the clusters of Hopper."""
+    rows_of_a: int
+
+    @property
+    def rows_of_b(self) -> int:
+        return 16 * self.strips * self.team_warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(WeightOnlyShared): two runs of 256 columns of a, and their scales of b, for each team."""
+        return 32 // self.team_warps * (self.rows_of_a * 512 + self.rows_of_b * 16)
+
+    def for_rows(self, m: int) -> Tiling:
+        """The same tiling with no more rows of a than M rows need: 8, 16, 32 or 64."""
+        return replace(
+            self, rows_of_a=next((rows for rows in (8, 16, 32) if m <= rows < self.rows_of_a), self.rows_of_a)
+        )
+
+    def macros(self) -> tuple[str, ...]:
+        names = "TEAM_WARPS", "STRIPS", "SLICES", "ROWS_OF_A"
+        return tuple(f"-D{name}={value}" for name, value in zip(names, astuple(self), strict=True))
+
+
 _PARAMETERS = KernelStruct("gemm/weight_only.cuh", "WeightOnlyParameters")
 _PLAIN = KernelStruct("gemm/sm90/dequantize_tiles.cuh", "PlainParameters")
 _MANY_ROWS = 128
-"""Fewest rows of a for which b is dequantized to memory. On an H200, N = K = 8192, NVFP4: 16 rows take 22 µs, torch's
-product of bfloat16 matrices 35 µs; 32 rows 42 and 36 µs; 128 rows 134 and 37 µs; 8192 rows 1.64 and 1.40 ms."""
+"""Fewest rows of a for which b is dequantized to memory. On an H200, N = K = 8192, NVFP4: 16 rows take 20 µs, torch's
+product of bfloat16 matrices 36 µs; 32 rows 29 and 36 µs; 64 rows 48 and 39 µs."""
 _DTYPES = torch.bfloat16, torch.float16
-_THREADS, _TOKENS = 512, 16
-"""Of a block of tensor cores: threads, and rows of a."""
-_SHARED_BYTES = {4: 91136, 8: 57856}
-"""Warps of a team to sizeof(WeightOnlyShared). A block has 16 rows of b for each of these warps."""
-_TILINGS = ((8, 2), (4, 1), (4, 2))
-"""Warps of a team and slices of K, the best one first of those that occupy as many multiprocessors. On an H200 16 rows
-of NVFP4 take, in µs, N = K = 8192: 22.0, 24.7 and 29.2; N = 2048, K = 7168: 18.0, 19.5 and 12.4; N = 4096, K = 14336:
-33.8, 37.9 and 22.9. Four slices took 39 µs with N = K = 8192: 32 clusters of four blocks do not run at once."""
+_THREADS = 512
+"""Of a block of tensor cores."""
+_SHARED_BYTES = 99 * 1024
+"""Most shared memory of a block on GPUs before Hopper."""
+_NIBBLES = "NVFP4", "MXFP4", "INT4", "UINT4"
+"""Weights with codes of 4 bits."""
+_TILINGS: dict[bool, tuple[Tiling, ...]] = {
+    True: (Tiling(4, 2, 2, 16), Tiling(4, 2, 1, 16), Tiling(8, 1, 2, 64), Tiling(4, 1, 1, 32), Tiling(4, 1, 2, 32)),
+    False: (Tiling(8, 1, 2, 32), Tiling(8, 1, 1, 32), Tiling(4, 1, 1, 32), Tiling(4, 1, 2, 32)),
+}
+"""Tilings by whether codes have 4 bits. Of equal times the first tiling is chosen."""
+_START, _DECODE, _MULTIPLY = 4.4, 0.6, 0.53
+"""µs on an H200: of a block without its runs, to decode 128 rows of b of a run of 256 columns, and to multiply them by
+16 rows of a."""
 _COLUMNS, _LARGEST, _ALIGNMENT = 256, 2**20, 16
 """For tensor cores: divisor of K, the largest N and K, and divisor of addresses."""
 _SMALLEST_GROUP = 32
@@ -87,8 +128,7 @@ def _product(a: torch.Tensor, b: Quantized | BatchedQuantized, bias: torch.Tenso
         "out": out, "group": min(b.recipe.block[1], max(1, k)), "weight": weight, "m": m, "n": n, "k": k,
     }  # fmt: skip
     kernel = _skinny if on_gpu and _takes(a, matrices[0], weight) else _portable
-    flags = (f"-DWEIGHT=Weight::{weight}",) if on_gpu else ()
-    kernel(_PARAMETERS(**given), (len(matrices), m, n), a.dtype, device, flags)
+    kernel(_PARAMETERS(**given), (len(matrices), m, n), k, weight, a.dtype, device)
     return out
 
 
@@ -102,41 +142,46 @@ def _factor(
 
 
 def _portable(
-    parameters: StructValue, shape: Shape, dtype: torch.dtype, device: torch.device, flags: tuple[str, ...]
+    parameters: StructValue, shape: Shape, k: int, weight: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     batch, m, n = shape
     kernel, grid = f"gemm_weight_only_{suffix(dtype)}", (blocks_for(m * n, 256), 1, batch)
+    flags = _flags(weight, device)
     launch("gemm_weight_only", kernel, grid, (256,), [parameters], device=device, extra_flags=flags)
 
 
 def _skinny(
-    parameters: StructValue, shape: Shape, dtype: torch.dtype, device: torch.device, flags: tuple[str, ...]
+    parameters: StructValue, shape: Shape, k: int, weight: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     source, (batch, m, n) = "gemm_skinny_weight_only", shape
-    warps, slices = tiling(shape, device)
-    grid = slices * blocks_for(m, _TOKENS), blocks_for(n, 16 * warps), batch
-    shared = _SHARED_BYTES[warps] if device.type == "cuda" else 0
+    tiles = tiling(shape, k, weight, device)
+    grid = tiles.slices * blocks_for(m, tiles.rows_of_a), blocks_for(n, tiles.rows_of_b), batch
+    flags = *_flags(weight, device), *tiles.macros()
+    shared = tiles.shared_bytes if device.type == "cuda" else 0
     launch(
-        source, f"{source}_{suffix(dtype)}", grid, (_THREADS,), [parameters], device=device,
-        extra_flags=(*flags, f"-DTEAM_WARPS={warps}", f"-DSLICES={slices}"), shared_bytes=shared, early=True,
+        source, f"{source}_{suffix(dtype)}", grid, (_THREADS,), [parameters], device=device, extra_flags=flags,
+        shared_bytes=shared, early=True,
     )  # fmt: skip
 
 
-def tiling(shape: Shape, device: torch.device) -> tuple[int, int]:
-    """Warps of a team, and slices of K, which need the clusters of Hopper: of `_TILINGS` the one whose last wave of
-    blocks leaves the fewest multiprocessors idle."""
+def _flags(weight: str, device: torch.device) -> tuple[str, ...]:
+    return (f"-DWEIGHT=Weight::{weight}",) if device.type == "cuda" else ()
+
+
+def tiling(shape: Shape, k: int, weight: str, device: torch.device) -> Tiling:
+    """The tiling with the shortest time, all multiprocessors together."""
     batch, m, n = shape
+    at_once = wgmma.multiprocessors(device)
 
-    def occupied(tiling: tuple[int, int]) -> float:
-        warps, slices = tiling
-        blocks, at_once = (
-            batch * slices * blocks_for(m, _TOKENS) * blocks_for(n, 16 * warps),
-            wgmma.multiprocessors(device),
-        )
-        return blocks / (blocks_for(blocks, at_once) * at_once)
+    def time(tiling: Tiling) -> float:
+        blocks = batch * tiling.slices * blocks_for(m, tiling.rows_of_a) * blocks_for(n, tiling.rows_of_b)
+        runs = tiling.rows_of_b / 128 * k / _COLUMNS / tiling.slices
+        return blocks_for(blocks, at_once) * (_START + runs * (_DECODE + _MULTIPLY * tiling.rows_of_a / 16))
 
-    fitting = [tiling for tiling in _TILINGS if tiling[1] == 1 or is_hopper(device)]
-    return max(fitting, key=occupied)
+    tilings = [tiling.for_rows(m) for tiling in _TILINGS[weight in _NIBBLES]]
+    if not is_hopper(device):
+        tilings = [tiling for tiling in tilings if tiling.slices == 1 and tiling.shared_bytes <= _SHARED_BYTES]
+    return min(tilings, key=time)
 
 
 def _multiply_tiles(a: torch.Tensor, b: Quantized, bias: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -37,15 +37,8 @@ _MADE_BY_MACROS = {
         *(f"{kernel}_{ids}" for kernel in ("count", "place") for ids in ("i32", "i64")),
         *(f"gather_{size}" for size in (1, 2, 4, 8, 16)),
     ),
-    "gemm_wgmma": (
-        "pack",
-        "gemm_tensor",
-        "gemm_tensor_grouped",
-        "gemm_mx_refused",
-        "gemm_grouped_mx_refused",
-    ),
 }
-"""Kernels of the sources that make them by macros or headers."""
+"""Kernels of the sources that make them by macros."""
 _ATTRIBUTE = r"(?:__\w+__\((?:[^()]|\([^()]*\))*\)|[A-Z_]+)\s+"
 _KERNEL = re.compile(rf'^extern "C" __global__ void (?:{_ATTRIBUTE})*(\w+)\(', re.MULTILINE)
 

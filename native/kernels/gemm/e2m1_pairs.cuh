@@ -24,6 +24,10 @@ __device__ constexpr u32 shifted(u32 x, int left) { return left >= 0 ? x << left
 template <class T>
 __device__ __forceinline__ u32 small_e2m1(u32 word, int j) {
     constexpr int SHIFT = E2m1In<T>::SHIFT;
+    if constexpr (ptx::is_bf16<T>) {  // one product makes both shifts, and their bits do not overlap
+        const u32 nibbles = (j < 2 ? word : word >> 8) & 0x000F000Fu << j % 2 * 4;
+        return nibbles * ((1u << 12 | 1u << SHIFT) >> j % 2 * 4) & (0x80008000u | 0x00070007u << SHIFT);
+    }
     return (shifted(word, 12 - 4 * j) & 0x80008000u) | (shifted(word, SHIFT - 4 * j) & 0x00070007u << SHIFT);
 }
 

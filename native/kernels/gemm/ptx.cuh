@@ -316,6 +316,19 @@ __device__ __forceinline__ Vector4 ld_global_nc_L1_no_allocate_L2_128B_v4_u32(co
 #endif
 }
 
+// 16 bytes that are read once, with a cache policy.
+__device__ __forceinline__ Vector4 ld_global_nc_L1_no_allocate_L2_128B_v4_u32(const u8* source, [[maybe_unused]] u64 policy) {
+#ifdef __CUDA_ARCH__
+    Vector4 loaded;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(loaded.words[0]), "=r"(loaded.words[1]), "=r"(loaded.words[2]), "=r"(loaded.words[3])
+                 : "l"(source), "l"(policy));
+    return loaded;
+#else
+    return *reinterpret_cast<const Vector4*>(source);
+#endif
+}
+
 __device__ __forceinline__ Vector4 ld_global_nc_v4_u32(const u8* source) {
 #ifdef __CUDA_ARCH__
     Vector4 loaded;

@@ -61,10 +61,15 @@ __device__ __forceinline__ WeightOnlyParameters product_of(WeightOnlyParameters 
     return p;
 }
 
-// Output (y, x) from its sum over K. `divisor`: of `factor`.
+// Factor of the sums, if it is not of rows.
+__device__ __forceinline__ float factor_of_sums(const WeightOnlyParameters& p, float divisor) {
+    return p.factor == nullptr || p.factor_of_rows ? 1.0f : p.factor[0] / divisor;
+}
+
+// Output (y, x) from its sum over K. `alpha`: factor_of_sums. `divisor`: of `factor`.
 template <class T>
-__device__ __forceinline__ void store_output(const WeightOnlyParameters& p, float sum, i64 y, i64 x, float divisor) {
-    if (p.factor != nullptr) sum *= p.factor[p.factor_of_rows ? x : 0] / divisor;
+__device__ __forceinline__ void store_output(const WeightOnlyParameters& p, float sum, i64 y, i64 x, float alpha, float divisor) {
+    if (p.factor != nullptr) sum *= p.factor_of_rows ? p.factor[x] / divisor : alpha;
     if (p.bias != nullptr) sum += to_float(static_cast<const T*>(p.bias)[x]);
     from_float(sum, static_cast<T*>(p.out)[y * p.n + x]);
 }

@@ -68,6 +68,11 @@ def fails(call, *arguments, **options):
 
 """
 CALLS = {
+    "BatchedQuantized": "ng.BatchedQuantized",
+    "assert_rows_independent": "ng.assert_rows_independent(torch.neg, x)",
+    "certify": "assert callable(ng.certify)",
+    "parity": "assert callable(ng.parity)",
+    "power": "assert callable(ng.power)",
     "Order": "ng.Order",
     "GroupedQuantized": "repr(ng.quantize_grouped(x, sizes, 'nvfp4')); ng.GroupedQuantized",
     "Quantized": "repr(q); q.to('cpu')",

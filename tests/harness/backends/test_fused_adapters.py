@@ -15,6 +15,9 @@ from narrowgauge.adapt.words import unpack_words
 from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.backends.adapters import conch, flashinfer, humming, liger, vllm
 from narrowgauge.harness.backends.adapters import torch as torch_adapter
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference.quantize.layout import unpack
 from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.quantized import Quantized
@@ -47,6 +50,13 @@ def test_compiled_torch(operation: str) -> None:
     compiled = torch_adapter.Backend("compiled")
     assert operation not in compiled.declares
     judge(operation, getattr(compiled, operation.replace("-", "_"))(*operands(operation)))
+
+
+@pytest.mark.parametrize("family", ["one-hot-ends", "two-level"])
+def test_torch_attends_to_decoded_rows(family: str) -> None:
+    case = case_from_labels("attention", "fp8-static-e4m3@vllm", (3, 4, 64, 5, 16, 2, 64, 2, 2), "bf16", family)
+    record = run_case(case, Backend.local("torch", torch_adapter.Backend()))
+    assert record.verdict == "pass", record.message
 
 
 def add_in_place(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -182,6 +192,34 @@ def test_humming_takes_words_and_narrow_scales() -> None:
     rows = Quantized(codes, scales, None, find_recipe("fp8-row-e4m3"), (128, 128))
     with pytest.raises(NotImplementedError, match=r"takes scales of rows in torch\.bfloat16"):
         humming.layer_tensors(rows, "fp8-row-e4m3", torch.bfloat16)
+
+
+@pytest.mark.parametrize("variant", ["", "channel"])
+def test_humming_compiles_each_kind_of_weights_when_it_is_loaded(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, ...]] = []
+
+    class Layer:
+        """Stands in for HummingLayer and keeps its arguments."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            made.append(arguments[:2])
+
+        def cuda(self) -> Layer:
+            return self
+
+        def load_from_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+            assert tensors["weight"].shape[0] == 128
+
+        def transform(self) -> None:
+            pass
+
+        def __call__(self, a: torch.Tensor) -> torch.Tensor:
+            return a
+
+    monkeypatch.setattr(humming, "library", lambda *_: SimpleNamespace(HummingLayer=Layer))
+    backend = humming.Backend(variant)
+    backend.warm_up(torch.device("cpu"))
+    assert made == [(128, 128)] * (1 if variant else 5)
 
 
 def test_conch_writes_rows_of_a_cache(stand_ins: None) -> None:

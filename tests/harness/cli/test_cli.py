@@ -186,7 +186,7 @@ def test_a_foreign_toml_file_is_named_and_passed_over(folder):
 def test_cases_without_a_case_file_and_the_word_shipped(folder):
     named = narrowgauge("list", "cases", "shipped", "-k", "position or 16x32x24").stdout.splitlines()
     assert named[0] == QUICK[4]
-    assert "swizzle/4x0/position" in named
+    assert "swizzle/300x20/position" in named
     (folder / "cases" / "small.toml").write_text("[tool]\nname = 'other'\n")
     plain = narrowgauge("list", "-k", "position or 16x32x24")
     assert plain.stdout.splitlines() == named[1:]

@@ -35,7 +35,7 @@ def expanded(x: torch.Tensor) -> torch.Tensor:
 LAYOUTS = {"column-major": column_major, "sliced": sliced, "expanded": expanded}
 METHODS = {name: getattr(reference, name) for name in (
     "quantize", "quantize_both", "quantize_grouped", "dequantize", "transform", "swizzle", "unswizzle", "gemm",
-    "gemm_grouped", "update_scale", "pad_sections", "unpad_sections",
+    "gemm_grouped", "update_scale", "pad_sections", "unpad_sections", "pack_scales", "unpack_scales",
 )} | {"gemm_quantized": gemm_quantized}  # fmt: skip
 
 

@@ -148,6 +148,7 @@ def test_a_door_that_is_not_there_is_unsupported(operation):
         **{name: OPERATIONS[name].usual(recipes_of(contract))[0][0] for name, contract in CONTRACTS.items()},
         **{name: case_from_labels(name, "MXFP8BlockScaling", (1, 8, 32, 16), "bf16", "normal", flags)
            for name, flags in (("linear", ()), ("layernorm-linear", ()), ("transformer-layer", ("heads:2",)))},
+        "moe-layer": case_from_id("moe-layer/MXFP8BlockScaling/16x32x16/bf16/normal/rows:15,0,17"),
     }  # fmt: skip
     record = run(cases[operation], dequantize=reference.dequantize)
     assert record.verdict == "unsupported"

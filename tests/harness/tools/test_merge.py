@@ -2,8 +2,10 @@
 
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -77,6 +79,11 @@ def without_times(records):
 
 
 @pytest.mark.long
+def _without_load(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """An environment without the other processes of the machine, whose number changes between runs."""
+    return {key: value for key, value in environment.items() if key != "busy machine"}
+
+
 @pytest.mark.parametrize(
     ("backend", "status"), [pytest.param("reference", 0, marks=pytest.mark.long), ("merge_kernels:Backend", 1)]
 )
@@ -93,7 +100,7 @@ def test_a_merged_run_is_the_undivided_one(folder, shared, backend, status):
     assert without_times(merged.records) == without_times(whole.records)
     assert (merged.shard, merged.selection, merged.missing) == (None, "", [])
     assert sorted(merged.cases) == sorted(whole.cases)
-    assert merged.environment == whole.environment
+    assert _without_load(merged.environment) == _without_load(whole.environment)
     tables = [pd.read_parquet(f"{name}/records.parquet").drop(columns=list(TIMES)) for name in ("whole", "merged")]
     pd.testing.assert_frame_equal(*tables)
     assert (folder / "merged" / "summary.md").exists()

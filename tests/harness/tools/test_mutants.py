@@ -213,12 +213,18 @@ def test_every_source_that_a_case_launches_is_known(
             flags = [flag for flag in case.flags if flag in known]
             groups[case.operation, case.recipe_label.split("-")[0], *parts, *flags].append(case)
     backend = load_backend("native")
+    compared = 0
     for cases in groups.values():
         case = min(cases, key=lambda case: math.prod(case.shape))
         launched.clear()
-        assert run_case(case, backend).verdict == "pass"
+        verdict = run_case(case, backend).verdict
+        if verdict == "unsupported":  # a rule that the kernels refuse
+            continue
+        assert verdict == "pass", case.id
+        compared += 1
         assert launched <= case.native_sources, case.id
         assert case.native_sources - launched <= {"amax", "amax_blocks"}, case.id
+    assert compared > len(groups) / 2
 
 
 def test_cases_come_in_an_order_that_shows_much_early(quick: list[Case]) -> None:

@@ -25,7 +25,10 @@ ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
 SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]
 SOURCES += [("gemm_wgmma_fp8", ("-DA_ELEMENT=E5M2", "-DB_ELEMENT=E4M3", "-DSLICES=2", "-DTILES_OF_B=1"))]
 SOURCES += [(f"gemm_fused_{family}", ("-DSLICES=2",)) for family in ("nvfp4", "mx")]
-SOURCES += [("gemm_skinny_weight_only", ("-DTEAM_WARPS=8",))]
+SOURCES += [
+    ("gemm_skinny_weight_only", ("-DWEIGHT=Weight::NVFP4", *macros))
+    for macros in (("-DSTRIPS=2",), ("-DTEAM_WARPS=8", "-DROWS_OF_A=64"))
+]
 SOURCES += [(source, (f"-DELEMENT={e}",)) for source in ("quantize_mx", "dequantize") for e in ELEMENTS]
 NEAREST, STOCHASTIC = (
     variant_flags(

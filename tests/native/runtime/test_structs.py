@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +34,9 @@ def test_the_compiler_has_the_same_sizes_and_offsets(tmp_path: Path) -> None:
     """All files in a single compilation, each in a separate namespace."""
     parts = [(sources.FOLDER / "cpu" / "simt.h").read_text().replace("#pragma once\n", "\n")]
     files = sorted({file for file, _ in DECLARED})
-    parts += [sources.expanded(file).replace("narrowgauge", f"of_{number}") for number, file in enumerate(files)]
+    for number, file in enumerate(files):
+        text = sources.expanded(file).replace("narrowgauge", f"of_{number}")
+        parts += [text, *(f"#undef {macro}" for macro in re.findall(r"^#define (\w+)", text, re.MULTILINE))]
     for (file, name), declared in DECLARED.items():
         struct = f"of_{files.index(file)}::{name}"
         parts.append(f'static_assert(sizeof({struct}) == {declared.layout.size}, "size of {name}");')

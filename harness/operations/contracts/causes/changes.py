@@ -26,12 +26,11 @@ from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
 from narrowgauge.reference.contracts.layout.attention import WEIGHTS as ALL_WEIGHTS
 from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, OTHER_TABLES, REST
-from narrowgauge.reference.contracts.layout.routed import OTHER_EXPERTS, OTHER_POSITIONS, SOME_CHOICES
+from narrowgauge.reference.contracts.layout.routed import RENUMBERINGS, SOME_CHOICES
 from narrowgauge.spec.formats import FP32, INT4
 from narrowgauge.spec.kv_cache import HALVES
 from narrowgauge.spec.program import (
     ACCUMULATED,
-    CHOSEN,
     CODES,
     COLUMNS,
     DECODE,
@@ -113,7 +112,7 @@ def _exchanged_scales(program: Program) -> Iterator[Change]:
             steps = list(program.steps)
             steps[number], steps[place] = other, one
             names = one.options["name"], other.options["name"]
-            sentence = "{} and {} are exchanged".format(*names)
+            sentence = f"{' and '.join(names)} are exchanged"
             yield Change(f"argument-{number}:exchanged-{names[1]}", sentence, replace(program, steps=tuple(steps)))
 
 
@@ -317,7 +316,7 @@ def _readings(site: Site) -> list[tuple[str, str]]:
     if not recipe.element.signed:
         without.add("unsigned")
     if recipe.spans_k:
-        without |= {view for view in CHANGED_CODES if view.endswith(("block", "-pairs", "-even"))}
+        without |= {view for view in CHANGED_CODES if view.endswith(("block", "-pairs", "-even")) or "-halves" in view}
     views: dict[str, Any] = {view: entry for view, entry in CHANGED_CODES.items() if view not in without}
     if any(step.function == OF_EXPERT for step in site.editor.program.steps):
         views |= CHANGED_MATRICES
@@ -607,9 +606,31 @@ def _lengths_of_tokens(site: Site) -> list[tuple[str, str]]:
 def _other_positions(site: Site) -> list[tuple[str, str]]:
     """Wrong rows, or experts, of an argument with a number per choice of a token."""
     users = {site.editor.program.steps[user].function for user, _ in site.editor.uses(site.number) if user != OUTPUT}
-    others = OTHER_POSITIONS if CHOSEN in users else OTHER_EXPERTS if OF_EXPERT in users else {}
-    others = others if site.step.dtype == INDEX else {}  # the table has these users too
+    index = site.step.dtype == INDEX  # the table that it names rows of has these users too
+    others = next((RENUMBERINGS[user] for user in RENUMBERINGS if index and user in users), {})
     return [(to, sentence) for to, (sentence, _) in others.items()]
+
+
+def _normalisers(site: Site) -> list[tuple[str, str]]:
+    """Sums of the weights of choices, by which a kernel may divide the weights."""
+    positions, steps = _positions(site), site.editor.program.steps
+    weights = site.dtype not in INTEGERS and any(steps[n].axes == site.step.axes for n in positions)
+    return [("all", "all choices"), ("named", "the choices that name a row")] if weights else []
+
+
+def _positions(site: Site) -> list[int]:
+    """The steps that name the row of each choice."""
+    return [step.operands[1] for step in site.editor.program.steps if step.function == ACCUMULATED]
+
+
+def _normalised(site: Site, over: tuple[str, str]) -> Value:
+    weights = c.float32(site.old)
+    named = [Value(site.editor, number) for number in _positions(site)[: over[0] == "named"]]
+    return weights / site.made("total_of", weights, *named)
+
+
+def _zero(site: Site) -> Value:
+    return site.editor.add("constant", (), (), "float32", value=0.0)
 
 
 def _narrowed(site: Site, dtype: str) -> Value | None:
@@ -742,6 +763,8 @@ ROWS: tuple[Row, ...] = (
         lambda s: [form for form in DIVISIONS if s.option("form") not in (None, form)]),
     # sums and maxima of rows
     replace(_SHORT, over=_some_columns),
+    Row(("sum",), "partly-in", "each partial sum of {self}, in their order, is rounded to {v}",
+        lambda s, v: s.changed(to=v), lambda s: _NARROW),
     Row(("mean",), "by", "{self} divides by {v}", lambda s, v: s.changed(divisor=v[2]), _divisors),
     Row(("mean",), "of-half", "{self} takes half of a row alone and divides by K/2",
         lambda s, _: s.changed(columns=(0, 0.5, 1), divisor=("times", 0.5))),
@@ -777,6 +800,7 @@ ROWS: tuple[Row, ...] = (
     Row(("maximum",), "second-left-out", "{a} has no lower limit {b}", lambda s, _: s.alone(s.a), apart=True),
     Row(("minimum",), "second-left-out", "{a} has no upper limit {b}", lambda s, _: s.alone(s.a), apart=True),
     Row(("maximum", "minimum"), "first-left-out", "{self} is {b}", lambda s, _: s.alone(s.b)),
+    Row(("maximum", "largest"), "zero", "0 is in place of {self}", lambda s, _: s.alone(_zero(s))),
     Row(("maximum",), "exchanged", "the smaller in place of {self}", lambda s, _: s.as_function("minimum")),
     Row(("minimum",), "exchanged", "the larger in place of {self}", lambda s, _: s.as_function("maximum")),
     Row(("minimum",), "both-sides", "{a} is limited to −({b}) too", lambda s, _: c.maximum(s.old, -s.b)),
@@ -868,6 +892,7 @@ ROWS: tuple[Row, ...] = (
     # mixtures of experts
     Row(("argument",), "position", "{v}",
         lambda s, v: s.made(RENUMBERED, s.old, dtype=INDEX, axes=s.step.axes, to=v[0]), _other_positions),
+    Row(("argument",), "normalised", "{self} is divided by its sum over {v}", _normalised, _normalisers),
     Row((ACCUMULATED,), "of", "{v}", lambda s, v: s.changed(choices=v[0]),
         lambda s: [(some, sentence) for some, (sentence, _) in SOME_CHOICES.items() if some != "all"]),
     Row((ACCUMULATED,), "partly-in", "each partial sum of the choices is rounded to {v}",

@@ -33,7 +33,7 @@ __device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters&
     const T* a = reinterpret_cast<const T*>(p.a) + y * p.k;
     float sum = 0.0f;
     for (i64 column = 0; column < p.k; ++column) sum = __fmaf_rn(to_float(a[column]), number_of<T>(p, WEIGHT, x, column), sum);
-    store_output<T>(p, sum, y, x, p.divisor);
+    store_output<T>(p, sum, y, x, factor_of_sums(p, p.divisor), p.divisor);
 }
 
 extern "C" __global__ void __launch_bounds__(256) gemm_weight_only_bf16(const __grid_constant__ WeightOnlyParameters p) {

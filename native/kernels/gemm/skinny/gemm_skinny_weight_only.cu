@@ -2,18 +2,19 @@
 //
 //   K        a multiple of 256; any M; N and K to 2^20. Operands begin at a multiple of 16 bytes. Groups of INT4 are 32 columns
 //            or a multiple that divides 256
-//   The macro TEAM_WARPS, 4 or 8: a block of threads has 16 rows of a and 16 * TEAM_WARPS of b
-//   The macro SLICES, 1 or 2, on a GPU with clusters: blocks of a cluster, each with a slice of K
-//   Launch: `early`, 512 threads, grid (SLICES * ceil(M/16), ceil(N / (16 * TEAM_WARPS)), products of a batch),
+//   Macros: ROWS_OF_A, 8, 16, 32 or 64 rows of a of a block of threads. A team of TEAM_WARPS warps, 4 or 8, has the same part of K.
+//   STRIPS, 1 or 2: 16 rows of b of a warp each, so that a block has WEIGHT_ROWS = 16 * STRIPS * TEAM_WARPS rows of b. SLICES,
+//   1 or 2, on a GPU with clusters: blocks of a cluster, each with a slice of K
+//   Launch: `early`, 512 threads, grid (SLICES * ceil(M / ROWS_OF_A), ceil(N / WEIGHT_ROWS), products of a batch),
 //   sizeof(WeightOnlyShared) of dynamic shared memory
 //   Numerics: tensor cores add 16 products at a time to a float32 accumulator, truncated as in tensor_core_model.cuh. The
 //   16 / TEAM_WARPS teams of warps of each block take equal parts of K; the sums of the teams are added in order of K, one float32
 //   rounding each.
 //
-// The kernel is bound by reading b and decoding it. A warp of a team has 16 rows of b, whose codes come two runs of 256 columns
-// ahead and are decoded in registers. A team brings a and the scales of b to shared memory, one run ahead. All blocks together read a
-// as often as there are blocks along N, so that many rows of b in a block, and slices of K instead of more blocks, save reads: with
-// 64 rows of b by N = 8192 the reads of 16 rows of a are as many as those of b.
+// The kernel is bound by decoding b: 16 rows of 256 columns of NVFP4 are 400 instructions of a warp, most of which shift and
+// mask. The codes of a run of 256 columns come while those of the run before are decoded, in registers. A team brings a and the
+// scales of b to shared memory, one run ahead. All blocks together read a as often as there are blocks along N, so that many rows of b
+// in a block, and slices of K instead of more blocks, save reads. Two strips of a warp halve the reads of a from shared memory.
 #include "gemm/cluster.cuh"
 #include "gemm/e2m1_pairs.cuh"
 #include "gemm/skinny/gemm_skinny.cuh"
@@ -21,6 +22,12 @@
 
 #ifndef TEAM_WARPS
 #define TEAM_WARPS 4
+#endif
+#ifndef STRIPS
+#define STRIPS 1
+#endif
+#ifndef ROWS_OF_A
+#define ROWS_OF_A 16
 #endif
 
 namespace narrowgauge {
@@ -30,16 +37,18 @@ using ptx::Vector4;
 constexpr int RUN = 256, UNIT = 8;      // columns of a run, and of 16 bytes of a
 constexpr int UNITS = RUN / 4 / UNIT;   // of a thread in a run
 constexpr int WEIGHT_WARPS = 16, TEAMS = WEIGHT_WARPS / TEAM_WARPS, TEAM = TEAM_WARPS * WARP, WEIGHT_THREADS = TEAMS * TEAM;
-constexpr int WEIGHT_ROWS = TEAM_WARPS * STRIP_ROWS, SCALE_BYTES = 16;  // rows of b of a block; most bytes of scales of a run
-constexpr int WEIGHT_STRIDE = WEIGHT_ROWS + 4;                         // without bank conflicts when a warp writes
-constexpr int PIECES = RUN * TOKENS / UNIT / TEAM, PIECE_THREADS = TEAM / TOKENS;  // of 16 bytes of a: of a thread; threads of a row
-constexpr int QUADS = WEIGHT_ROWS / 4 / CLUSTER;  // four outputs of a row of a each, of a block
+constexpr int A_ROWS = ROWS_OF_A, A_GROUPS = A_ROWS / GROUP_ROWS;
+constexpr int WARP_ROWS = STRIPS * STRIP_ROWS, WEIGHT_ROWS = TEAM_WARPS * WARP_ROWS;  // rows of b of a warp, and of a block
+constexpr int SCALE_BYTES = 16, SCALE_THREADS = TEAM / WEIGHT_ROWS;  // most bytes of scales of a row in a run; threads that bring them
+constexpr int WEIGHT_STRIDE = WEIGHT_ROWS + 4;                       // without bank conflicts when a warp writes
+constexpr int PIECES = A_ROWS / TEAM_WARPS;                          // of 16 bytes of a, of a thread in a run
+constexpr int QUADS = WEIGHT_ROWS / 4 / CLUSTER;                     // four outputs of a row of a each, of a block
 
 // Vectors of 16 bytes of a thread's codes of a row in a run. Neighbouring threads have neighbouring vectors.
 __device__ constexpr int vectors_of(Weight weight) { return has_nibbles(weight) ? 2 : 4; }
 __device__ constexpr int vector_units(Weight weight) { return UNITS / vectors_of(weight); }
-// Factors of a thread's columns of a row.
-__device__ constexpr int scales_of(Weight weight) { return weight == Weight::NVFP4 || weight == Weight::MXFP8 ? 4 : 2; }
+// Factors of a thread's columns of a vector.
+__device__ constexpr int scales_of(Weight weight) { return weight == Weight::NVFP4 ? 2 : 1; }
 // Bytes of the scales of a row in a run, as shared memory has them; those of INT4 do not pass through it.
 __device__ constexpr int scale_bytes(Weight weight) { return is_integer(weight) || weight == Weight::FP8 ? 0 : RUN / scale_columns(weight); }
 
@@ -51,25 +60,22 @@ struct WeightRow {
     u32 zeros;
 };
 
-// A thread's factors of its columns in both halves of a register each, and what is subtracted from its codes first.
+// A thread's factors of its columns of a vector, in both halves of a register each, and the number that is subtracted from codes first.
 template <Weight W>
 struct Factors {
     u32 scales[scales_of(W)];
-    u32 shifts[scales_of(W)];
-};
-
-// A thread's part of what a team brings to shared memory in a run.
-struct Brought {
-    Vector4 tokens[PIECES];
-    u32 scales[2];
+    u32 shift;
 };
 
 struct alignas(128) WeightOnlyShared {
-    Vector4 tokens[TEAMS][2][GROUPS][UNITS][WARP];  // runs of a, double-buffered
+    union {
+        Vector4 tokens[TEAMS][2][A_GROUPS][UNITS][WARP];  // runs of a, double-buffered
+        float sums[TEAMS][A_ROWS][WEIGHT_STRIDE];         // after the last run
+    };
     u8 scales[TEAMS][2][WEIGHT_ROWS][SCALE_BYTES];  // of b
-    float sums[TEAMS][TOKENS][WEIGHT_STRIDE];
 };
-static_assert(sizeof(WeightOnlyShared) == (TEAM_WARPS == 4 ? 91136 : 57856), "native/gemm/weight_only.py asks for this size");
+static_assert(sizeof(WeightOnlyShared) == 2 * TEAMS * (A_ROWS * RUN * 2 + WEIGHT_ROWS * SCALE_BYTES),
+              "native/gemm/weight_only.py asks for this size");
 
 // Bits of T: a number in both halves of a register.
 template <class T>
@@ -89,31 +95,22 @@ struct IntegerIn {
     static constexpr u32 BITS = ptx::is_bf16<T> ? 0x43004300u : 0x64006400u;
 };
 
-// `stored`: scales of the row in shared memory. `t`: the thread among the four of a row.
+// Factors of vector v. `stored`: scales of the row in shared memory. `t`: the thread among the four of a row.
 template <class T, Weight W>
-__device__ __forceinline__ void decode_scales(const WeightRow<W>& row, const u8* stored, int t, Factors<W>& factors) {
+__device__ __forceinline__ void decode_scales(const WeightRow<W>& row, int v, const u8* stored, u32 t, Factors<W>& factors) {
     if constexpr (W == Weight::NVFP4) {
         constexpr float RESTORE = E2m1In<T>::RESTORE / E2m1In<T>::REST;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float low, high;
-            ptx::cvt_f32_f16(ptx::cvt_rn_f16x2_e4m3x2(reinterpret_cast<const u16*>(stored)[4 * i + t]), low, high);
-            factors.scales[2 * i] = both<T>(low * RESTORE);
-            factors.scales[2 * i + 1] = both<T>(high * RESTORE);
-        }
+        float low, high;
+        ptx::cvt_f32_f16(ptx::cvt_rn_f16x2_e4m3x2(reinterpret_cast<const u16*>(stored)[4 * v + t]), low, high);
+        factors.scales[0] = both<T>(low * RESTORE);
+        factors.scales[1] = both<T>(high * RESTORE);
     } else if constexpr (is_integer(W)) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const u32 zero = W == Weight::UINT4 ? row.zeros >> 8 * i & 0xFFu : 8u;
-            factors.scales[i] = both<T>(__uint_as_float(row.scales[i]));
-            factors.shifts[i] = both<T>(IntegerIn<T>::BASE + static_cast<float>(zero));
-        }
+        const u32 zero = W == Weight::UINT4 ? row.zeros >> 8 * v & 0xFFu : 8u;
+        factors.scales[0] = both<T>(__uint_as_float(row.scales[v]));
+        factors.shift = both<T>(IntegerIn<T>::BASE + static_cast<float>(zero));
     } else if constexpr (W != Weight::FP8) {
-#pragma unroll
-        for (int i = 0; i < vectors_of(W); ++i) {
-            const int column = (4 * i + t) * vector_units(W) * UNIT;
-            factors.scales[i] = both<T>(e8m0_to_float(stored[column / scale_columns(W)]));
-        }
+        const u32 column = (4 * v + t) * vector_units(W) * UNIT;
+        factors.scales[0] = both<T>(e8m0_to_float(stored[column / scale_columns(W)]));
     }
 }
 
@@ -128,13 +125,13 @@ __device__ __forceinline__ u32 integer_pair(u32 word, int j, u32 shift) {
 // Eight columns: columns j and j + 4 of 4 bits, neighbours of other codes. As `arrange` has them for a.
 template <class T, Weight W>
 __device__ __forceinline__ void decode_weight(const WeightRow<W>& row, int unit, const Factors<W>& factors, u32 (&pairs)[4]) {
-    const int part = unit * scales_of(W) / UNITS;
+    const int part = unit % vector_units(W) * scales_of(W) / vector_units(W);
     if constexpr (has_nibbles(W)) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const u32 word = row.codes[unit / 4].words[unit % 4];
             u32 pair;
-            if constexpr (is_integer(W)) pair = integer_pair<T, W>(word, j, factors.shifts[part]);
+            if constexpr (is_integer(W)) pair = integer_pair<T, W>(word, j, factors.shift);
             else pair = small_e2m1<T>(word, j);
             if constexpr (W == Weight::MXFP4) pair = times<T>(pair, both<T>(E2m1In<T>::RESTORE));
             pairs[j] = times<T>(pair, factors.scales[part]);
@@ -172,111 +169,166 @@ __device__ __forceinline__ void arrange(const Vector4& a, u32 (&pairs)[4]) {
 
 __device__ __forceinline__ i64 clamped(i64 row, i64 rows) { return row < rows ? row : rows - 1; }
 
-// Sums of the thread's team over its part of K, of 16 rows of b for each warp.
+// Sums of the thread's team over its part of K, of the rows of b of each warp.
 template <class T, Weight W>
-__device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const WeightOnlyParameters& p, float (&sums)[GROUPS][4]) {
-    constexpr int VECTORS = vectors_of(W), BYTES = scale_bytes(W);
-    const int thread = threadIdx.x, lane = thread % WARP, team = thread / TEAM, g = lane / 4, t = lane % 4;
-    const i64 first = static_cast<i64>(blockIdx.y) * WEIGHT_ROWS, first_token = static_cast<i64>(blockIdx.x / CLUSTER) * TOKENS;
-    const int strip = thread % TEAM / WARP * STRIP_ROWS, part = blockIdx.x % CLUSTER * TEAMS + team;
+__device__ __forceinline__ void multiply_runs(WeightOnlyShared& shared, const WeightOnlyParameters& p) {
+    constexpr int VECTORS = vectors_of(W), VECTOR_UNITS = vector_units(W), BYTES = scale_bytes(W);
+    const u32 thread = threadIdx.x, lane = thread % WARP, team = thread / TEAM, g = lane / 4, t = lane % 4;
+    const i64 first = static_cast<i64>(blockIdx.y) * WEIGHT_ROWS, first_token = static_cast<i64>(blockIdx.x / CLUSTER) * A_ROWS;
+    const u32 warp = thread % TEAM / WARP, own = warp * WARP_ROWS, part = blockIdx.x % CLUSTER * TEAMS + team;
     const i64 runs = p.k / RUN;
     const int begin = static_cast<int>(runs * part / (CLUSTER * TEAMS)), end = static_cast<int>(runs * (part + 1) / (CLUSTER * TEAMS));
-    i64 rows[2];
-    const u8* codes[2];
+    i64 rows[STRIPS][2];
+    const u8* codes[STRIPS][2];
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        rows[row] = clamped(first + strip + 8 * row + g, p.n);
-        codes[row] = p.codes + (rows[row] * runs * VECTORS * 4 + t) * 16;
+    for (int row = 0; row < 2 * STRIPS; ++row) {
+        rows[row / 2][row % 2] = clamped(first + own + 8 * row + g, p.n);
+        codes[row / 2][row % 2] = p.codes + (rows[row / 2][row % 2] * runs * VECTORS * 4 + begin * VECTORS * 4 + t) * 16;
     }
-    const int token = thread % TEAM / PIECE_THREADS, piece = thread % PIECE_THREADS;
-    const u8* const a = p.a + (clamped(first_token + token, p.m) * p.k + piece * UNIT) * 2;
-    // Two threads bring the scales of a row.
-    const int scale_row = thread % TEAM / 2, half = thread % 2 * (BYTES / 2);
-    const u8* const scales = p.scales + clamped(first + scale_row, p.n) * runs * BYTES + half;
+    // Eight neighbouring threads bring 16 bytes each of two rows of a, which lie in different banks of shared memory. `place`: the
+    // vector of codes, the thread that multiplies the vector, and the unit.
+    const u32 token = warp * PIECES / 2 * 2 + lane / 4 % 2, half_of_run = PIECES > 1 ? 0 : warp % 2;
+    const u32 place = half_of_run * 16 + lane / 8 / VECTOR_UNITS * 4 * VECTOR_UNITS + t * VECTOR_UNITS + lane / 8 % VECTOR_UNITS;
+    const u32 unit_of_place = place / (4 * VECTOR_UNITS) * VECTOR_UNITS + place % VECTOR_UNITS;
+    Vector4* const stored_tokens = &shared.tokens[team][0][token / GROUP_ROWS][unit_of_place][token % GROUP_ROWS * 4 + t];
+    u32 a_rows[(PIECES + 1) / 2];
+#pragma unroll
+    for (u32 i = 0; i < (PIECES + 1) / 2; ++i) {
+        a_rows[i] = static_cast<u32>((clamped(first_token + token + 2 * i, p.m) * p.k - first_token * p.k) * 2 + place * 16);
+    }
+    const u8* a = p.a + (first_token * p.k + begin * RUN) * 2;  // of the next run
+    const u32 scale_row = thread % TEAM / SCALE_THREADS, scale_byte = thread % SCALE_THREADS * (BYTES / SCALE_THREADS);
+    const u8* const scales = p.scales + clamped(first + scale_row, p.n) * runs * BYTES + scale_byte;
+    constexpr int SCALE_WORDS = BYTES / SCALE_THREADS / 4;
     int shift = 5;  // of a group of INT4, a power of two
     while (1 << shift < p.group) ++shift;
 
-    const auto load_b = [&](int run, WeightRow<W>(&loaded)[2]) {
+    // Codes of 8 bits evict a from the L2 cache without a policy: N = K = 8192 took 23.7 us (FP8) and 26.6 us (MXFP8), not 21.6 and
+    // 24.2, on an H200. With the policy MXFP4 took 21.9 us, not 20.5.
+    constexpr bool EVICT_FIRST = !has_nibbles(W);
+    const u64 policy = ptx::createpolicy_fractional_L2_evict_first();
+    WeightRow<W> now[STRIPS][2];
+    const auto load_codes = [&](int v) {
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
+        for (int row = 0; row < 2 * STRIPS; ++row) {
+            const u8* const source = codes[row / 2][row % 2] + v * 64;
+            Vector4& loaded = now[row / 2][row % 2].codes[v];
+            if constexpr (EVICT_FIRST) loaded = ptx::ld_global_nc_L1_no_allocate_L2_128B_v4_u32(source, policy);
+            else loaded = ptx::ld_global_nc_L1_no_allocate_L2_128B_v4_u32(source);
+        }
+    };
+    const auto load_integers = [&](int run) {
+        if constexpr (is_integer(W)) {
 #pragma unroll
-            for (int v = 0; v < VECTORS; ++v) {
-                loaded[row].codes[v] = ptx::ld_global_nc_L1_no_allocate_L2_128B_v4_u32(codes[row] + (run * VECTORS + v) * 64);
-            }
-            if constexpr (is_integer(W)) {
-                loaded[row].zeros = 0;
+            for (int row = 0; row < 2 * STRIPS; ++row) {
+                WeightRow<W>& loaded = now[row / 2][row % 2];
+                loaded.zeros = 0;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const i64 place = rows[row] * (p.k >> shift) + ((run * RUN + i * (RUN / 2) + t * (RUN / 8)) >> shift);
-                    loaded[row].scales[i] = reinterpret_cast<const u32*>(p.scales)[place];
-                    if constexpr (W == Weight::UINT4) loaded[row].zeros |= static_cast<u32>(p.zeros[place]) << 8 * i;
+                    const i64 place = rows[row / 2][row % 2] * (p.k >> shift) + ((run * RUN + i * (RUN / 2) + t * (RUN / 8)) >> shift);
+                    loaded.scales[i] = reinterpret_cast<const u32*>(p.scales)[place];
+                    if constexpr (W == Weight::UINT4) loaded.zeros |= static_cast<u32>(p.zeros[place]) << 8 * i;
                 }
             }
         }
     };
-    const auto bring = [&](int run, Brought& brought) {
+    // A thread brings half of its part of a at a time.
+    Vector4 brought[PIECES];
+    u32 brought_scales[SCALE_WORDS > 0 ? SCALE_WORDS : 1];
+    const auto bring = [&](int half) {
 #pragma unroll
-        for (int i = 0; i < PIECES; ++i) {
-            brought.tokens[i] = ptx::ld_global_nc_v4_u32(a + (run * RUN + i * PIECE_THREADS * UNIT) * 2);
+        for (int i = half * PIECES / 2; i < (half + 1) * PIECES / 2; ++i) {
+            brought[i] = ptx::ld_global_nc_v4_u32(a + a_rows[i / 2] + i % 2 * 16 * 16);
         }
-        const u32* const words = reinterpret_cast<const u32*>(scales + run * BYTES);
-        if constexpr (BYTES > 0) brought.scales[0] = words[0];
-        if constexpr (BYTES > 8) brought.scales[1] = words[1];
     };
-    const auto store = [&](const Brought& brought, int buffer) {
+    const auto store = [&](u32 buffer, int half) {
 #pragma unroll
-        for (int i = 0; i < PIECES; ++i) {
-            constexpr int VECTOR_UNITS = vector_units(W);
-            const int place = piece + i * PIECE_THREADS;  // vector, thread and unit of the vector
-            const int unit = place / (4 * VECTOR_UNITS) * VECTOR_UNITS + place % VECTOR_UNITS;
-            const int to = token % GROUP_ROWS * 4 + place / VECTOR_UNITS % 4;
-            arrange<W>(brought.tokens[i], shared.tokens[team][buffer][token / GROUP_ROWS][unit][to].words);
+        for (int i = half * PIECES / 2; i < (half + 1) * PIECES / 2; ++i) {
+            Vector4* const to = stored_tokens + buffer * A_GROUPS * UNITS * WARP + i / 2 * 8 + i % 2 * 4 * WARP;
+            arrange<W>(brought[i], to->words);
         }
-        u32* const words = reinterpret_cast<u32*>(shared.scales[team][buffer][scale_row] + half);
-        if constexpr (BYTES > 0) words[0] = brought.scales[0];
-        if constexpr (BYTES > 8) words[1] = brought.scales[1];
     };
-    // The loop has one run: two would not fit into the instruction cache of a scheduler.
-    WeightRow<W> now[2], after[2];
-    Brought next;
+    const auto bring_scales = [&](int run) {
+        const u8* const source = scales + run * BYTES;
+        if constexpr (SCALE_WORDS == 4) {
+            const Vector4 vector = ptx::ld_global_nc_v4_u32(source);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) brought_scales[i] = vector.words[i];
+        } else {
+#pragma unroll
+            for (int i = 0; i < SCALE_WORDS; ++i) brought_scales[i] = reinterpret_cast<const u32*>(source)[i];
+        }
+    };
+    const auto store_scales = [&](u32 buffer) {
+        u32* const words = reinterpret_cast<u32*>(shared.scales[team][buffer][scale_row] + scale_byte);
+#pragma unroll
+        for (int i = 0; i < SCALE_WORDS; ++i) words[i] = brought_scales[i];
+    };
+    float sums[STRIPS][A_GROUPS][4] = {};
     if (begin < end) {
-        bring(begin, next);
-        load_b(begin, now);
-        if (begin + 1 < end) load_b(begin + 1, after);
-        store(next, 0);
-        if (begin + 1 < end) bring(begin + 1, next);
+        bring(0);
+        if constexpr (EVICT_FIRST) bring(1);
+        bring_scales(begin);
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) load_codes(v);
+        load_integers(begin);
+        store(0, 0);
+        if constexpr (!EVICT_FIRST) bring(1);
+        store(0, 1);
+        store_scales(0);
     }
 #pragma unroll 1
     for (int run = begin; run < end; ++run) {
-        const int buffer = (run - begin) % 2;
+        const u32 buffer = static_cast<u32>(run - begin) % 2u;
+        const bool more = run + 1 < end;
         ptx::bar_sync<TEAM>(team + 1);  // barrier 0 is that of __syncthreads
-        if (run + 1 < end) store(next, 1 - buffer);
-        if (run + 2 < end) bring(run + 2, next);
-        Factors<W> factors[2];
+        if (more) bring_scales(run + 1);
+        a += RUN * 2;
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            decode_scales<T, W>(now[row], shared.scales[team][buffer][strip + 8 * row + g], t, factors[row]);
-        }
+        for (int row = 0; row < 2 * STRIPS; ++row) codes[row / 2][row % 2] += VECTORS * 64;
 #pragma unroll
-        for (int unit = 0; unit < UNITS; ++unit) {
-            u32 top[4], bottom[4];
-            decode_weight<T, W>(now[0], unit, factors[0], top);
-            decode_weight<T, W>(now[1], unit, factors[1], bottom);
+        for (int v = 0; v < VECTORS; ++v) {
+            if (v % (VECTORS / 2) == 0 && more) bring(v / (VECTORS / 2));
+            Factors<W> factors[STRIPS][2];
 #pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                const Vector4 right = shared.tokens[team][buffer][group][unit][lane];
-                multiply_32_columns<T>(sums[group], top, bottom, right.words);
+            for (int row = 0; row < 2 * STRIPS; ++row) {
+                const u8* const stored = shared.scales[team][buffer][own + 8 * row + g];
+                decode_scales<T, W>(now[row / 2][row % 2], v, stored, t, factors[row / 2][row % 2]);
+            }
+            if (v == VECTORS - 1 && more) load_integers(run + 1);
+#pragma unroll
+            for (int unit = v * VECTOR_UNITS; unit < (v + 1) * VECTOR_UNITS; ++unit) {
+                Vector4 right[A_GROUPS];
+#pragma unroll
+                for (int group = 0; group < A_GROUPS; ++group) right[group] = shared.tokens[team][buffer][group][unit][lane];
+#pragma unroll
+                for (int strip = 0; strip < STRIPS; ++strip) {
+                    u32 top[4], bottom[4];
+                    decode_weight<T, W>(now[strip][0], unit, factors[strip][0], top);
+                    decode_weight<T, W>(now[strip][1], unit, factors[strip][1], bottom);
+#pragma unroll
+                    for (int group = 0; group < A_GROUPS; ++group) {
+                        multiply_32_columns<T>(sums[strip][group], top, bottom, right[group].words);
+                    }
+                }
+            }
+            if (more) {
+                load_codes(v);
+                if ((v + 1) % (VECTORS / 2) == 0) store(1 - buffer, v / (VECTORS / 2));
             }
         }
-#pragma unroll
-        for (int row = 0; row < 2; ++row) now[row] = after[row];
-        if (run + 2 < end) load_b(run + 2, after);
+        if (more) store_scales(1 - buffer);
     }
+    __syncthreads();  // no thread reads a any more
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
+    for (int strip = 0; strip < STRIPS; ++strip) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            shared.sums[team][GROUP_ROWS * group + 2 * t + i % 2][strip + g + i / 2 * 8] = sums[group][i];
+        for (int group = 0; group < A_GROUPS; ++group) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int token = GROUP_ROWS * group + 2 * t + i % 2;
+                shared.sums[team][token][own + strip * STRIP_ROWS + g + i / 2 * 8] = sums[strip][group][i];
+            }
         }
     }
 }
@@ -290,13 +342,13 @@ __device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters&
 #else
     __shared__ WeightOnlyShared shared;
 #endif
-    float sums[GROUPS][4] = {};
-    multiply_runs<T, W>(shared, p, sums);
+    const float divisor = W == Weight::NVFP4 ? p.divisor / E2m1In<T>::REST : p.divisor;
+    const float alpha = factor_of_sums(p, divisor);  // loaded before the sums
+    multiply_runs<T, W>(shared, p);
     if constexpr (CLUSTER > 1) ptx::barrier_cluster();
     else __syncthreads();
-    const float divisor = W == Weight::NVFP4 ? p.divisor / E2m1In<T>::REST : p.divisor;
 #pragma unroll 1
-    for (int item = threadIdx.x; item < TOKENS * QUADS; item += WEIGHT_THREADS) {
+    for (int item = threadIdx.x; item < A_ROWS * QUADS; item += WEIGHT_THREADS) {
         const int token = item / QUADS, row = (blockIdx.x % CLUSTER * QUADS + item % QUADS) * 4;
         float joined[4];
 #pragma unroll
@@ -311,13 +363,13 @@ __device__ __forceinline__ void multiply_weight_only(const WeightOnlyParameters&
                 joined[i] = from == 0 ? sum : joined[i] + sum;
             }
         }
-        const i64 y = static_cast<i64>(blockIdx.x / CLUSTER) * TOKENS + token, x = static_cast<i64>(blockIdx.y) * WEIGHT_ROWS + row;
+        const i64 y = static_cast<i64>(blockIdx.x / CLUSTER) * A_ROWS + token, x = static_cast<i64>(blockIdx.y) * WEIGHT_ROWS + row;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (y < p.m && x + i < p.n) store_output<T>(p, joined[i], y, x + i, divisor);
+            if (y < p.m && x + i < p.n) store_output<T>(p, joined[i], y, x + i, alpha, divisor);
         }
     }
-    if constexpr (CLUSTER > 1) ptx::barrier_cluster();  // all blocks have read this block's sums
+    if constexpr (CLUSTER > 1) ptx::barrier_cluster_relaxed();  // all blocks have read this block's sums
 }
 
 template <class T>

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import narrowgauge
+from narrowgauge.contract import ContractError
 from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.cases.operations import OPERATIONS
 from narrowgauge.harness.operations.contracts.judge import judge_contract
@@ -172,6 +173,36 @@ def test_right_kernels_pass(name: str) -> None:
         assert told(kernel, recipe) == ""
 
 
+@pytest.mark.parametrize("recipe", [NVFP4, MXFP4])
+def test_declared_sums_of_slices_in_the_dtype_of_the_output_pass(recipe: str) -> None:
+    a = narrowgauge.inputs("nvfp4", (16, 256), "normal")
+    b = narrowgauge.quantize(narrowgauge.inputs("nvfp4", (24, 256), "normal", 1), recipe)
+    w, scale = Kernels().decoded(b, a.dtype), Kernels().outer_scale(b)
+    halves = [(Kernels().product(a[:, s], w[:, s]) * scale).bfloat16() for s in (slice(128), slice(128, None))]
+    contract, found = CONTRACTS[WEIGHT_ONLY], halves[0] + halves[1]
+    narrowgauge.assert_result(contract, found, a, b, reduce="output")
+    with pytest.raises(narrowgauge.WrongResult, match="elements of output differ"):
+        narrowgauge.assert_result(contract, found, a, b, accumulator="fraction-24-8")
+
+
+@pytest.mark.parametrize("promotion", ["sum-first", "scales-first"])
+def test_both_promotions_of_scales_of_blocks_pass(promotion: str) -> None:
+    recipes = "fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e4m3-fp32"
+    a, b = (narrowgauge.quantize(narrowgauge.inputs(r, (m, 512), "normal", m), r)
+            for r, m in zip(recipes, (16, 24), strict=True))  # fmt: skip
+    y = torch.zeros(16, 24)
+    for start in range(0, 512, 128):
+        part = slice(start, start + 128)
+        left, right = (Kernels().elements(q)[:, part].double() for q in (a, b))
+        s_a, s_b = (Kernels().block_scales(q)[:, start].float() for q in (a, b))
+        scaled = (left @ right.T).float() * s_a[:, None], s_b
+        if promotion == "scales-first":
+            scaled = (left @ right.T).float(), s_a[:, None] * s_b
+        y = (scaled[0].double() * scaled[1].double() + y.double()).float()
+    for fields in ({}, {"promotion": promotion}):
+        narrowgauge.assert_result(CONTRACTS[SCALED], y.bfloat16(), a, b, accumulator="fraction-24-8", **fields)
+
+
 def test_a_result_is_judged_with_its_quantized_argument() -> None:
     a = narrowgauge.inputs("nvfp4", (8, 64), "normal")
     b = narrowgauge.quantize(narrowgauge.inputs("nvfp4", (16, 64), "normal", 1), NVFP4)
@@ -316,6 +347,14 @@ def test_a_wrong_kernel_of_stored_operands_fails(name: str) -> None:
     found = judged(method, operation, recipe, keys, "integer-edge" if recipe == "int8-row" else "scales-distinct")
     assert found
     assert words in found
+    assert not (recipe.startswith("int8") and "13-32" in found)  # no tensor core adds whole numbers so
+
+
+def test_whole_numbers_have_no_order_of_tensor_cores_of_floats() -> None:
+    contract, recipes = CONTRACTS[SCALED], {"a_recipe": "int8-row", "b_recipe": "int8-row"}
+    for order in ("fraction-13-32", "aligned-13-32"):
+        with pytest.raises(ContractError, match=f"are int32, or float32 with .* not '{order}'"):
+            contract.trace({"a": "codes", "b": "codes"}, recipes, {"accumulator": order})
 
 
 @pytest.mark.parametrize(
