@@ -55,6 +55,7 @@ def proved(kernel: Callable[..., Quantized], contract: str, recipe: str = "mxfp8
     return narrowgauge.certify(kernel, contract, recipe=recipe, places=1, tensor_scales=1)
 
 
+@pytest.mark.long
 def test_a_right_activation_is_certified() -> None:
     found = proved(of_row(relu_squared), "relu-squared-quantize", "nvfp4")
     assert found.verdict == "certified"
@@ -95,6 +96,7 @@ def test_gated_activations(activation: Activation, contract: str, request: pytes
     assert right or found.wrong
 
 
+@pytest.mark.long
 def test_a_gate_that_is_wrong_beside_others_is_refused() -> None:
     def kernel(x: torch.Tensor, recipe: Recipe) -> Quantized:
         y = relu_squared(x.float())
