@@ -45,6 +45,9 @@ else
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := -c constraints-cpu.txt -e '.[test]'
 DOCS := -c constraints-cpu.txt -e '.[docs]'
+# pip loads and unpacks on one core, and the kernels need nothing that pip installs. BUILD waits for a kernel in work.
+COMPILE = @nice $(PYTHON) -c 'from narrowgauge.native.runtime import host, sources as s; [*map(host.library, s.CPU_SOURCES)]' \
+		< /dev/null > /dev/null 2>&1 &
 # torch alone is from torch's index, all else from pip's own: with --extra-index-url pip would take any package from the
 # index with the higher version. Few tries: an index that cannot be reached must not hold up what works without it.
 define CPU_TORCH
@@ -116,6 +119,7 @@ $(VENV)/ready-$(DEVICE): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "narrowgauge needs Python 3.11 or later; $(PYTHON) is not: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(COMPILE)
 	$(if $(TORCH_INDEX),$(CPU_TORCH))
 	$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check $(INSTALL)
 	@# pip compiles on one core; packages hold a few files for other versions of Python, which this cannot

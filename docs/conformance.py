@@ -29,6 +29,8 @@ LIBRARIES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding
 WRONG: list[dict[str, Any]] = LIBRARIES.pop("wrong")
 PRODUCTS: list[dict[str, Any]] = LIBRARIES.pop("product")
 RUNS: list[dict[str, str]] = LIBRARIES.pop("run")
+CONTRACTS: list[dict[str, Any]] = LIBRARIES.pop("contract")
+REASONS: dict[str, str] = LIBRARIES.pop("contract-reasons")
 NOT_RUN: list[dict[str, str]] = LIBRARIES.pop("not-run")
 PAGE = Path(__file__).with_suffix(".md")
 TORCH_INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
@@ -72,6 +74,13 @@ with scales of rows, are not counted.
 
 | backend | device | cases | passed | remark |
 |---|---|---|---|---|
+"""
+CONTRACTS_HEAD = """
+### Norms, activations and rotary embedding
+
+Devices on which a library's own kernel was judged for each [contract](contracts.md#contracts-of-the-package), or why
+not.
+
 """
 NOT_RUN_HEAD = """
 ## Not run
@@ -321,6 +330,19 @@ def _run_row(run: dict[str, str]) -> str:
     return f"| `{run['backend']}` | {run['device']} | {run['cases']} | {run['passed']} | {run['remark']} |"
 
 
+def contract_rows() -> list[str]:
+    """The lines of the table of contracts and libraries, and its reasons."""
+    backends = [name for name in CONTRACTS[0] if name != "operations"]
+    lines = [["contract", *(f"`{name}`" for name in backends)], ["---"] * (len(backends) + 1)]
+    lines += [[", ".join(one["operations"]), *(one[name] for name in backends)] for one in CONTRACTS]
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in REASONS.items())
+    return [
+        *(f"| {' | '.join(line)} |".replace("| --- ", "|---").replace("--- |", "---|") for line in lines),
+        "",
+        f"{reasons}.",
+    ]
+
+
 def summary(rows: list[str]) -> list[str]:
     """Lines of a table: the dialects of each library by kind of recipe, and the number of its wrong bytes."""
     lines = ["| library | NVFP4 | MX | FP8 | wrong bytes |", "|---|---|---|---|---|"]
@@ -352,6 +374,7 @@ def assembled(rows: list[str], gpu_rows: list[str], products: list[str]) -> str:
         + "\n".join(gpu_rows) + "\n\n## Versions\n\n| library | packages |\n|---|---|\n" + "\n".join(versions) + "\n"
         + PRODUCTS_HEAD + "\n".join(products) + "\n"
         + RUNS_HEAD + "\n".join(map(_run_row, RUNS)) + "\n"
+        + CONTRACTS_HEAD + "\n".join(contract_rows()) + "\n"
         + NOT_RUN_HEAD + "\n".join(f"| {one['kernel']} | {one['reason']} |" for one in NOT_RUN) + "\n"
         + WRONG_HEAD + "\n".join(wrong_rows()) + "\n" + WRONG_END
     )  # fmt: skip

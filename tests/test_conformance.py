@@ -7,7 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from narrowgauge.contracts import CONTRACTS
 from tests.paths import ROOT
+
+MODULES = ("norm", "activation", "rotary", "training")
 
 
 @pytest.fixture
@@ -59,3 +62,20 @@ def test_a_product_that_is_not_confirmed_says_why(conformance):
     line = conformance.product_row(one, json.loads(json.dumps(found)), "CPU")
     orders = "in order (16×64×16, 32×64×16)<br>not confirmed: order not found: tiles differ (16×128×16)"
     assert line == f"| `f` | E4M3 | CPU | {orders} | 2 of 3 |"
+
+
+def test_every_contract_of_rows_has_a_cell_for_each_library(conformance):
+    """Contracts of norms, activations, rotary embedding and training, each once; a device only where the adapter of the
+    library has the method; every letter is explained."""
+    rows = [(operation, one) for one in conformance.CONTRACTS for operation in one["operations"]]
+    of_modules = {name for name, one in CONTRACTS.items() if one.function.__module__.rpartition(".")[2] in MODULES}
+    assert sorted(operation for operation, _ in rows) == sorted(of_modules)
+    for operation, one in rows:
+        for backend, cell in one.items():
+            if backend == "operations":
+                continue
+            words = cell.replace(" (RMSNorm)", "").replace(" (blocks of the sum)", "").split(", ")
+            assert set(words) <= {"CPU", "GPU", *conformance.REASONS}, (operation, backend)
+            adapter = importlib.import_module(f"narrowgauge.harness.backends.adapters.{backend.partition(':')[0]}")
+            runs = hasattr(adapter.Backend, operation.replace("-", "_"))
+            assert runs or not {"CPU", "GPU"} & set(words), (operation, backend)

@@ -35,7 +35,7 @@ def test_each_project_has_its_own_modules():
     assert narrowgauge.recipe("nvfp4").block == (1, 16)
 """,
 }
-TWENTY = (
+SOME = (
     "swizzle/ and bytes and not (65540 or 16400) or "
     "nvfp4/128x128/bf16 and (outliers or uniform or huge) and not (both or columnwise)"
 )
@@ -198,15 +198,15 @@ def test_a_project_with_the_same_names_keeps_them(environments: dict[str, Path],
 
 
 @pytest.mark.long
-def test_twenty_cases_run_in_a_new_environment(environments: dict[str, Path], tmp_path: Path) -> None:
+def test_some_cases_run_in_a_new_environment(environments: dict[str, Path], tmp_path: Path) -> None:
     """The command of the environment, from an empty folder, with the kernels and the cases of the package. The sdist
     installs the same files (`test_sdist_and_wheel_install_the_same`)."""
     command = environments["wheel"].with_name("narrowgauge")
     assert run(command, "--version", cwd=tmp_path).startswith("narrowgauge ")
-    listed = run(command, "list", "-k", TWENTY, cwd=tmp_path).splitlines()
-    assert len(listed) == 20
-    printed = run(command, "run", "-k", TWENTY, "-n", "1", cwd=tmp_path)
-    assert "20 cases passed" in printed
+    listed = run(command, "list", "-k", SOME, cwd=tmp_path).splitlines()
+    assert len(listed) > 20
+    printed = run(command, "run", "-k", SOME, "-n", "1", cwd=tmp_path)
+    assert f"{len(listed)} cases passed" in printed
     assert (tmp_path / "reports" / "latest" / "index.html").is_file()
     assert "layout equal bytes 512" in " ".join(run(command, "show", listed[0], cwd=tmp_path).split())
 

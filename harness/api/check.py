@@ -371,7 +371,7 @@ def _cases(
     own = operation == "quantize" and chosen.rounding == "stochastic" and "random" not in known
     every = list((_OWN_RANDOM if own else cls.families()) if families is None else families)
     few = [family for family in ("normal", "position") if family in every][own:] or every[:1]
-    of_tails = [*few, *({"amax-2m56-last"} & set(every) - set(few))]  # an amax that only the tail holds
+    of_tails = [*few, *(f for f in ("amax-2m56-last", "rising") if f in every)]  # an amax that only the tail holds
     shapes_and_main = list(cls.usual_shapes(chosen) if shapes is None else shapes)
     if not shapes_and_main or not every:
         return []

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from narrowgauge.harness.cases import toml_file
 from narrowgauge.harness.cases.case import Case
@@ -201,7 +201,7 @@ class _Table:
     def _tiers(self) -> Iterator[Tier]:
         """The tier of each case, in order."""
         if self.tier != "quick-values":
-            return itertools.repeat(cast(Tier, self.tier), self.count)
+            return itertools.repeat(self.tier, self.count)
         quick = few_points(tuple(map(len, self.values.values())))
         return ("quick" if number in quick else "quick-cuda" for number in range(self.count))
 

@@ -78,6 +78,9 @@ FAMILIES: Mapping[str, Family] = {
         Family("single", "one element of a block is not 0: where 4 and 6 of 4over6 are as near, 6 is right", _QUANTIZE),
         Family("low-rows", "each row a power of two lower, down to 2^-20: subnormal scales and scales of 0", _ALL),
         Family(
+            "low-columns", "each column another power of two, down to 2^-12: blocks of the other orientation", _LINEAR
+        ),
+        Family(
             "exponents", "every power of two of the dtype, a row each: every amax where rows have their own", _QUANTIZE
         ),
         Family("huge", "small normal and one element the dtype's largest: scales that round to 0", _ROTATED),
@@ -100,6 +103,7 @@ FAMILIES: Mapping[str, Family] = {
             "codes and scale tell where a block and an element lie: order of nibbles, columns, rows",
             (*_ALL, *_CONTRACT),
         ),
+        Family("rising", "magnitudes grow from the first element to the last one: amaxes of a part", _QUANTIZE),
         Family("spread", "exponents 2^-30 to 2^30 inside every group: the order of a rotation's sum shows", _ROTATED),
         Family(
             "lattice",

@@ -68,8 +68,8 @@ def check_function(
     from narrowgauge.harness.running.pool import Settings, run_cases
 
     chosen: dict[str, Any] = {"families": families, "shapes": sizes_of(shapes)}
-    named, found = selected(function, recipe, contract, operation, chosen)
-    cases, optional = [case for case, _ in found], [may_refuse for _, may_refuse in found]
+    named, chosen_cases = selected(function, recipe, contract, operation, chosen)
+    cases, optional = [case for case, _ in chosen_cases], [may_refuse for _, may_refuse in chosen_cases]
     method = cases[0].called
     backend = f"{function.replace('::', ':')}@{method}"
     require_backend(backend)

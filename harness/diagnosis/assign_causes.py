@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from narrowgauge.harness.diagnosis.cause_names import is_condition
-from narrowgauge.harness.diagnosis.explanation import gives_every_byte, is_hint, is_weak
+from narrowgauge.harness.diagnosis.explanation import gives_every_byte, is_free, is_hint, is_weak
 
 Explained = tuple[dict[str, Any], list[dict[str, Any]]]
 """An explanation as an entry of a record, and the records that it explains."""
@@ -24,8 +24,8 @@ def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
     chosen greedily: the cause that explains most of the remaining records, and among equal causes the cause that is
     higher in their lists, which are in the order of simplicity. A cause that too few elements of a record separate from
     a right kernel counts if another record of the same kind proves it. Other inexact explanations are assigned only to
-    records without an exact explanation. Conditions are assigned to no record. Records without any explanation are left
-    out.
+    records without an exact explanation. A cause that accepts almost any bytes of a record counts if it gives those of
+    every record of its kind. Conditions are assigned to no record. Records without any explanation are left out.
 
     An assigned explanation is exact only if the cause gives the bytes of every record of its kind: of every record with
     the operation, the recipe and the first wrong stage of a record that it explains; and if no other cause gives the
@@ -33,21 +33,43 @@ def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
     exact, and its sentence has the number of records that it explains, or the sentences of the other causes.
     """
     records = list(records)
-    failing = [record for record in records if _causes(record)]
-    proved = {(_kind(r), entry["cause"]) for r in failing for entry in _causes(r) if gives_every_byte(entry)}
-    fitting = {id(record): _fitting_causes(record, proved) for record in failing}
+    causes = _proved_causes(records)
+    failing = [record for record in records if causes[id(record)]]
+    proved = {(_kind(r), entry["cause"]) for r in failing for entry in causes[id(r)] if gives_every_byte(entry)}
+    fitting = {id(record): _fitting_causes(record, causes[id(record)], proved) for record in failing}
     with_bytes = [record for record in failing if fitting[id(record)]]
     without_bytes = [record for record in failing if not fitting[id(record)]]
-    possible = {id(r): [entry["cause"] for entry in _causes(r) if not is_hint(entry)] for r in without_bytes}
+    possible = {id(r): [entry["cause"] for entry in causes[id(r)] if not is_hint(entry)] for r in without_bytes}
     exact = [(_of_all(explanation, members, records), members) for explanation, members in _cover(with_bytes, fitting)]
     return [*exact, *_cover([record for record in without_bytes if possible[id(record)]], possible)]
 
 
-def _fitting_causes(record: dict[str, Any], proved: set[tuple[tuple[str, str, str], str]]) -> list[str]:
+def _proved_causes(records: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """The causes of each record, by the id of its object: without conditions, and without causes that accept almost any
+    bytes of it and not those of all records of its kind."""
+    free = {(_kind(record), e["cause"]) for record in records for e in record["explanations"] if is_free(e)}
+    unproved = {
+        (kind, cause)
+        for kind, cause in free
+        if not all(_has_bytes(record, cause) for record in records if _kind(record) == kind)
+    }
+    return {
+        id(record): [
+            entry
+            for entry in record["explanations"]
+            if not is_condition(entry["cause"]) and (_kind(record), entry["cause"]) not in unproved
+        ]
+        for record in records
+    }
+
+
+def _fitting_causes(
+    record: dict[str, Any], causes: list[dict[str, Any]], proved: set[tuple[tuple[str, str, str], str]]
+) -> list[str]:
     """Causes that give the bytes of the record: alone, or since another record of its kind proves them."""
     return [
         entry["cause"]
-        for entry in _causes(record)
+        for entry in causes
         if gives_every_byte(entry) or (is_weak(entry) and (_kind(record), entry["cause"]) in proved)
     ]
 
@@ -131,11 +153,6 @@ def _of_most(cause: str, records: list[dict[str, Any]]) -> dict[str, Any]:
 def _claim(entry: dict[str, Any]) -> str:
     """The sentence of an entry without counts and doubts."""
     return _BEHIND_CLAIM.split(str(entry["sentence"]), maxsplit=1)[0]
-
-
-def _causes(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The explanations of a record without conditions, which are no causes."""
-    return [entry for entry in record["explanations"] if not is_condition(entry["cause"])]
 
 
 def _explanation_of(record: dict[str, Any], cause: str) -> dict[str, Any] | None:

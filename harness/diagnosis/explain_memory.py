@@ -61,6 +61,10 @@ MODULE_CAUSES = {
         "use:pending-reversed": "it is wrong only if two forwards run before their backwards, the later backward first",
         "use:rewritten": "it is wrong only if weights are changed in place between two forwards",
         "padding-not-zeroed": "rows of the padding of a section are not 0",
+        "recipe-of-another-operand": "an operand is quantized by the recipe of another operand of the training recipe",
+        "operand-not-rotated": "operands are quantized without their rotation",
+        "random-bits-of-another-backward": "an operand is rounded by the random bits of another backward",
+        "random-offset-grows-by-one": "the offset of the random bits grows by 1 a backward, not by 2",
         "quantized-twice": "a half is made of the other one's decoded values",
     })
 }  # fmt: skip

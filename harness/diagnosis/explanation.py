@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from narrowgauge.harness.operations.stages.deviation import Deviation
-from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE
+from narrowgauge.harness.operations.stages.possible_cause import FREE, GIVES_EVERY_BYTE
 
 UNTRIED_RIVALS = f"{GIVES_EVERY_BYTE}the diagnosis stopped before all known deviations were tried"
 """End of the sentence of a deviation that would be exact if the limit of work had not ended its search."""
@@ -59,6 +59,11 @@ def is_weak(entry: dict[str, Any]) -> bool:
 def is_hint(entry: dict[str, Any]) -> bool:
     """Whether the entry counts only if another case proves its cause."""
     return str(entry["sentence"]).endswith(NOT_PROVED)
+
+
+def is_free(entry: dict[str, Any]) -> bool:
+    """Whether the cause of an entry accepts almost any bytes of its case."""
+    return str(entry["sentence"]).endswith(FREE)
 
 
 def gives_every_byte(entry: dict[str, Any]) -> bool:

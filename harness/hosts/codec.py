@@ -1,7 +1,7 @@
 """Arguments and results of a backend's methods as JSON values. Tensors are places in shared memory.
 
-Lists, tuples, mappings and known classes are objects with a single key, the name of the class. Every other value of a
-backend becomes the name of its type.
+Lists, tuples, mappings and known classes are objects with a single key, the name of the class. All further values of a
+backend become the names of their types.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def encode_argument(value: Any, tensor: Encoder) -> Any:
 def encode_result(value: Any, tensor: Encoder) -> Any:
     """A result of a method as JSON. A cache, and an object with codes, becomes a mapping of its parts.
 
-    Raises ValueError for a result that is nested too deep.
+    Raises ValueError for a result with too many levels.
     """
     return _encode(value, tensor, _RESULTS)
 

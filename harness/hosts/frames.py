@@ -22,7 +22,7 @@ _LENGTH = struct.Struct(">I")
 _DESCRIPTORS = 8
 """Largest number of file descriptors beside the bytes of a call of the system."""
 _HELD = 64
-"""Largest number of file descriptors that wait for their message."""
+"""Largest number of file descriptors waiting for their message."""
 _PART = 1 << 16
 _LONGEST = (1 << 31) - 1
 
@@ -32,7 +32,7 @@ class FrameError(Exception):
 
 
 class Connection:
-    """One end of a connection. A Unix stream socket."""
+    """An end of a connection. A Unix stream socket."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -117,7 +117,7 @@ class Connection:
                 raise FrameError(f"{len(self._descriptors)} file descriptors have come; the limit is {_HELD}")
 
     def close(self) -> None:
-        """Close this end, and the file descriptors of messages that were not received."""
+        """Close this end, and the file descriptors of unreceived messages."""
         while self._descriptors:
             os.close(self._descriptors.pop())
         self._socket.close()

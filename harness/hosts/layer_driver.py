@@ -16,7 +16,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class _Layer:
-    """A layer, with its forward that waits for the backward."""
+    """A layer, with its forward before the backward."""
 
     module: Any
     recipe: str | None

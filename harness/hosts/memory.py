@@ -1,7 +1,7 @@
-"""Memory that a judge shares with its kernel host: an anonymous file of a CPU, or memory of a GPU opened by CUDA IPC.
+"""Shared memory of a judge and its kernel host: an anonymous file of a CPU, or memory of a GPU opened by CUDA IPC.
 
-A host maps the inputs read-only. The seals of the file refuse a writable mapping and a change of size, so that no
-kernel can change an input of a judge or take the memory away under it.
+A host maps the inputs read-only. The seals of the file refuse a writable mapping and a change of size: no kernel can
+change an input of a judge or take the memory away.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from narrowgauge.harness.backends.guarded_memory import copy_elements, tensor_at
 CAPACITY = 1 << 34
 """Bytes of a new file. Only touched pages take memory."""
 KEPT = 1 << 28
-"""Bytes that a file may hold between cases."""
+"""Largest number of bytes of a file between cases."""
 _SEAL_FUTURE_WRITE = 0x10
-"""F_SEAL_FUTURE_WRITE of linux/fcntl.h: existing writable mappings stay, and no new one is possible."""
+"""F_SEAL_FUTURE_WRITE of linux/fcntl.h: existing writable mappings stay, and no new mapping is possible."""
 
 
 def fill(memory: torch.Tensor, start: int, stop: int, byte: int) -> None:

@@ -1,5 +1,5 @@
-"""Output of a backend: a pipe that the judge empties, so that no flood fills a disk or stops a run, and the stacks of
-its threads at the end of its process, in a file of the judge."""
+"""Output of a backend: a pipe emptied by the judge (no flood fills a disk or stops a run), and the stacks of its
+threads at the end of its process, in a file of the judge."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from narrowgauge.harness.backends.loading import owner_of
 from narrowgauge.harness.machine.plain_text import escape
 
 LIMIT = 1 << 16
-"""Bytes of the output of a case that are printed."""
+"""Largest number of printed bytes of the output of a case."""
 _PART = 1 << 16
 _READS = 64
 _STACKS = 1 << 16
@@ -28,9 +28,9 @@ _STACKS = 1 << 16
 _DUMP = signal.SIGRTMAX - 3
 """Signal that asks a host for its stacks. Kernels and libraries rarely use it."""
 _WAIT = 1.0
-"""Seconds that a host has to write its stacks. The handler is C code: it needs no lock of Python."""
+"""Seconds for a host's writing of its stacks. The handler is C code: the handler needs no lock of Python."""
 _FRAMES = 12
-"""Frames of a stack that are kept."""
+"""Largest number of kept frames of a stack."""
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _FATAL = "Fatal Python error: "
 
@@ -71,7 +71,7 @@ def write_stacks(file: int, *, fatal: bool) -> None:
 
 @dataclass(frozen=True)
 class Stack:
-    """Where a host was at its end."""
+    """The place of a host at its end."""
 
     place: str = ""
     """The innermost line of the user in the thread that died, or took the signal: `kernels.py:12 in quantize`.
@@ -147,7 +147,7 @@ class StackFile:
         return os.pread(self.descriptor, _STACKS, 0).rstrip(b"\0")
 
     def look(self) -> Stack:
-        """The stack that the host has written."""
+        """The written stack of the host."""
         return Stack.parse(self._text().decode(errors="replace"))
 
     def read(self) -> Stack:

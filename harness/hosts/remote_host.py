@@ -1,7 +1,7 @@
 """A kernel host, as seen by its judge.
 
-The judge places inputs in shared memory, sends calls, and copies the results out of the shared memory before it looks
-at them. A host that ends, hangs or writes bytes that are no message costs the running case: `HostLost`.
+The judge places inputs in shared memory, sends calls, and copies the results out of the shared memory before reading. A
+host that ends, hangs or writes bytes that are no message costs the running case: `HostLost`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ if TYPE_CHECKING:
     from narrowgauge.harness.backends.module_driver import Plan, Step
 
 _NOTES, _NOTE = 20, 2000
-"""Largest number of notes kept of an answer, and of characters of a note. A kernel decides what a host says."""
+"""Largest number of notes kept of an answer, and of characters of a note. A kernel decides about the words of a
+host."""
 _NAMES = 10_000
-"""Files and packages of an answer that are kept."""
+"""Largest number of kept files and packages of an answer."""
 _SLOW = 10.0
 """Seconds of an import of a backend that make a note: every kernel host imports it."""
 _SETTLE = 5.0
-"""Seconds that the end of a case has at least."""
+"""Least number of seconds for the end of a case."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class HostSettings:
     device: str = "cpu"
     schedules: int = 0
     workers: int = 1
-    """Number of hosts that share the cores."""
+    """Number of hosts on the shared cores."""
     untrusted: bool = False
     """Whether the host is separated from the reference (`harness.hosts.separation`)."""
     sanitized: bool = False
@@ -65,7 +66,7 @@ class HostSettings:
     change: tuple[str, str, str] | None = None
     """A changed source file of the native kernels: its name, its text, and the folder of its compiled kernels."""
     hidden: tuple[str, ...] = ()
-    """Folders of the run that a separated host does not see."""
+    """Folders of the run hidden from a separated host."""
 
 
 class RemoteHost:
@@ -81,7 +82,8 @@ class RemoteHost:
         gpu: str = "",
         takes_lock: bool = True,
     ) -> None:
-        """`load`: seconds that the backend may take to load. `interpreter`: of the host; None: the host is a fork.
+        """`load`: largest number of seconds for loading the backend. `interpreter`: of the host; None: the host is a
+        fork.
         `gpu`: as of `Channel.start`. `takes_lock`: whether the host takes the lock of its GPU; else another one does.
 
         Raises BackendError if the backend cannot be loaded.
@@ -107,7 +109,7 @@ class RemoteHost:
         self._run: RemoteRun | None = None
         self._channel, self._interpreter, self._takes_lock = channel, interpreter, takes_lock
         self.group = 0
-        """Ranks of the group that the process has joined; 0: none."""
+        """Number of ranks of the joined group of the process; 0: none."""
         self._others: list[RemoteHost] = []
         """Hosts of the ranks from 1 on, which have the same parent: the end of one host ends all."""
         self._family: list[RemoteHost] = self._others
@@ -129,7 +131,7 @@ class RemoteHost:
 
     @property
     def process(self) -> int | None:
-        """Process id of the host, if it runs."""
+        """Process id of the running host, or None."""
         return None if self.transport.process is None else self.transport.process.pid
 
     @property
@@ -185,7 +187,7 @@ class RemoteHost:
         return Facts(self.settings.backend, methods, declares, offers, takes_shuffles=answer["takes_shuffles"] is True)
 
     def close(self) -> None:
-        """End the process and its descendants, and the other ranks of its group."""
+        """End the process and its descendants, and all ranks of its group."""
         self.transport.close()
         for other in self._others:
             other.transport.abandon()
@@ -218,7 +220,7 @@ class RemoteHost:
         return ranked
 
     def _of_rank(self, gpu: str) -> RemoteHost:
-        """Another host with the same settings, on the GPU `gpu`."""
+        """A new host with the same settings, on the GPU `gpu`."""
         host = RemoteHost(
             self.settings, self._channel, load=self._load, interpreter=self._interpreter, gpu=gpu, takes_lock=False
         )
@@ -291,7 +293,7 @@ class RemoteHost:
         return end
 
     def _harm(self, process: HostProcess, answer: dict[str, Any]) -> dict[str, str]:
-        """Sentences by causes: what the case left in its process and would harm later cases. The process is ended."""
+        """Sentences by causes: harm to later cases, left by the case in its process. The process is ended."""
         found = {}
         if self.inputs.replaced({int(number): int(place) for number, place in answer["inputs"]}, process.memory):
             found["leaves-mappings"] = "other memory in place of its inputs"
@@ -561,7 +563,7 @@ def _sentences(entries: Any) -> list[dict[str, str]]:
 
 
 def _news(loaded: Any) -> list[dict[str, Any]]:
-    """Modules and packages of an answer, or empty. Raises KeyError or TypeError for an answer of another form."""
+    """Modules and packages of an answer, or empty. Raises KeyError or TypeError for an answer of a wrong form."""
     if not loaded:
         return []
     names = {key: [str(name)[:_NOTE] for name in loaded[key][:_NAMES]] for key in ("files", "packages")}

@@ -264,6 +264,11 @@ def _low_rows(want: Wanted) -> torch.Tensor:
     return want.draw.normal(*want.shape).mul_(scale.unsqueeze(1))
 
 
+def _low_columns(want: Wanted) -> torch.Tensor:
+    scale = power_of_two(8 - 10 * torch.arange(want.columns) % 21)
+    return want.draw.normal(*want.shape).mul_(scale)
+
+
 def _exponents(want: Wanted) -> torch.Tensor:
     # Row after row every power of two of the dtype, from any of them on; each is the amax of its row.
     lowest, highest = want.exponents
@@ -387,6 +392,13 @@ def _inf(want: Wanted) -> torch.Tensor:
 
 def _position(want: Wanted) -> torch.Tensor:
     return _nvfp4_position(want) if want.two_levels else _code_position(want)
+
+
+def _rising(want: Wanted) -> torch.Tensor:
+    # 1024 magnitudes from 1/16 on, so that an amax says which elements it has seen.
+    count = want.rows * want.columns
+    step = (torch.arange(count) * 1024 // count).view(want.shape)
+    return want.draw.signs(*want.shape) * power_of_two(step // 128 - 4) * (1 + step % 128 / 128)
 
 
 def _nvfp4_position(want: Wanted) -> torch.Tensor:
@@ -583,6 +595,7 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "normal-1e3": _normal_times(1e3),
     "single": _single,
     "low-rows": _low_rows,
+    "low-columns": _low_columns,
     "exponents": _exponents,
     "huge": _huge,
     "subnormal": _subnormal,
@@ -592,6 +605,7 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "nan": _nan,
     "inf": _inf,
     "position": _position,
+    "rising": _rising,
     "spread": _spread,
     "lattice": _lattice,
     "rounding": _rounding,

@@ -34,6 +34,13 @@ def size_class(size: int) -> str:
     return next((f"{step}n" for step in _SIZES if size % step == 0), "other")
 
 
+def value_class(name: str, value: object) -> str:
+    """What a value of a key without traits counts as: the kind of sections, `1` or `more` steps."""
+    if name == "steps":
+        return "1" if value == 1 else "more"
+    return str(value).partition(":")[0]
+
+
 def recipe_traits(name: str) -> dict[str, str]:
     """What decides the path of a kernel for a recipe, by the names of its fields."""
     recipe = find_recipe(name)
@@ -80,11 +87,9 @@ def values_of(case: Case) -> dict[str, str]:
         if key.name in TRAITS:
             name = case.recipe_names[0] if value is None else value  # w has the recipe of x by default
             found |= {f"{key.name}.{trait}": text for trait, text in TRAITS[key.name](name).items()}
-        elif key.name == "steps":
-            found["steps"] = "1" if value == 1 else "more"
         else:
             value = key.choices[0] if value is None and key.choices else value  # random bits are Philox's by default
-            found[key.name] = str(value).partition(":")[0]
+            found[key.name] = value_class(key.name, value)
     found |= {name: size_class(size) for name, size in sizes(case).items()}
     return found | {"dimensions": str(len(case.shape))}
 

@@ -44,9 +44,9 @@ class MergeError(Exception):
 def merge(folders: Sequence[Path]) -> RecordedRun:
     """The run of these shards, given as report folders or journal files. Records are sorted by id.
 
-    A fact of the environment that differs between shards lists the shards of each value. The elapsed time is that of
-    the longest shard. Raises MergeError unless the journals are all shards of one run, each given once and complete;
-    JournalError if a journal cannot be read.
+    A fact of the environment different between shards lists the shards by value. The elapsed time is that of
+    the longest shard. Raises MergeError unless the journals are all shards of the same run, without repetition and
+    complete; JournalError if a journal cannot be read.
     """
     shards = sorted(((_shard(folder, run), folder, run) for folder in folders for run in [read(folder)]), key=_number)
     counts = {shard.count: folder for shard, folder, _ in shards}

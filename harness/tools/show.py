@@ -85,7 +85,7 @@ def show_case(
 
 
 def _print_steps(case: ContractCase, console: Console) -> None:
-    """Print the steps of a contract: what each stage is judged by."""
+    """Print the steps of a contract: the basis of the judgement of a stage."""
     console.print(Text(f"steps of {case.operation}", style="italic"))
     for line in case.program.text().split("\n"):
         console.print(Text(line), soft_wrap=True)
@@ -100,7 +100,7 @@ def _print_text(line: str, console: Console, style: str = "") -> None:
 
 
 def _print_stages(outcome: Outcome, console: Console) -> None:
-    """A row for each stage, with the sentence of a wrong stage below it."""
+    """A row per stage, with the sentence of a wrong stage below."""
     cells, notes = [], []
     for s in outcome.stages:
         mark = "wrong" if s.sentence else "ok" if console.options.ascii_only else "✓"

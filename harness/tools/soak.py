@@ -33,10 +33,10 @@ LEAST = 1 << 14
 def soak_selection(cases: Sequence[Case], share: float) -> list[Case]:
     """About `share` of the cases, in order: cheap cases that contain every feature.
 
-    Features are each recipe, input family, dtype and flag of each operation; all are covered, even if that takes more
-    cases. Further cases have least work multiplied by the number of earlier cases with their rarest feature. Cases with
-    equal inputs for every seed are selected only if no other case has their features, or no other case is left. The
-    selection depends only on the cases.
+    Features are the recipes, input families, dtypes and flags of the operations; all are covered, even if that takes
+    more cases. Further cases have least work multiplied by the number of earlier cases with their rarest feature. Cases
+    with equal inputs for every seed are selected only if no other case has their features, or no other case is left.
+    The selection depends only on the cases.
     """
     count = math.ceil(share * len(cases))
     feature_counts: Counter[str] = Counter()

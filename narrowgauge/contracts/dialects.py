@@ -32,7 +32,8 @@ NORMS: Mapping[str, Mapping[str, Any]] = {
     "flashinfer-nvfp4": {**_UNROUNDED, "rounded": "first", "order": "weight-first"},
     # TensorRT-LLM in FlashInfer 0.7.2.post1, include/flashinfer/comm/trtllm_allreduce_fusion.cuh.
     "trtllm": {**_STORED, **_OFFSET, "rounded": "result"},
-    # SGLang 0.5.23: the Triton norm with scales of UE8M0, and the fused sum with and without cast_x_before_out_mul.
+    # SGLang 0.5.23: ops/layernorm/rmsnorm_fp8_e8m0.py, Triton, with scales of UE8M0, and the fused sum with and without
+    # cast_x_before_out_mul, jit_kernel/csrc/elementwise/fused_add_rmsnorm.cuh.
     "sglang-e8m0": {**_UNROUNDED, "rounded": "result"},
     "sglang-add": {"sum_of": "unrounded", "product_of": "stored", "rounded": "result", "order": "weight-first"},
     "sglang-add-cast": {**_UNROUNDED, "rounded": "both"},
@@ -52,11 +53,12 @@ ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
     "vllm-silu-nvfp4": {"rounded": "result", "fast_math": True},
     "vllm-silu-block": {"rounded": "none"},
     "vllm-cpu": {"rounded": "result"},  # 0.32.0, csrc/cpu/activation.cpp
-    # vLLM 0.33.0, Triton, with scales of float32; with packed scales.
+    # vLLM 0.33.0, Triton: silu_mul_per_token_group_quant_fp8_colmajor, with scales of float32, and
+    # silu_mul_quant_fp8_packed_triton.
     "vllm-triton-silu": {"rounded": "both"},
     "vllm-triton-silu-packed": {"rounded": "result"},
-    # SGLang 0.5.23, the group quantizer: its older kernel and its kernel for dense rows, with fast math. Of float16 the
-    # older kernel clamps NaN to 448.
+    # SGLang 0.5.23, the group quantizer jit_kernel/csrc/gemm/per_token_group_quant.cuh: its older kernel and its kernel
+    # for dense rows, with fast math. Of float16 the older kernel clamps NaN to 448. In Triton: ep_moe_kernels.
     "sglang-silu": {"rounded": "both", **_FLUSHED},
     "sglang-silu-fp16": {"rounded": "both", **_FLUSHED},
     "sglang-silu-dense": {"rounded": "result", **_FLUSHED},

@@ -21,8 +21,8 @@ from narrowgauge.spec.scale_layouts import LINEAR, ScaleLayout
 _PARAMETERS = KernelStruct("fused/norm_quantize.cu", "NormQuantizeParameters")
 _VARIANT = KernelStruct("fused/norm_quantize.cu", "NormVariant")
 _STATIC = "te", "vllm-static"
-_THREADS, _KEEPING_THREADS = 768, 512
-"""Threads of a multiprocessor, and those of a kernel that keeps the weight and the bias of its columns in registers."""
+_THREADS, _FEWER_THREADS, _WHOLE_WARPS = 768, 512, 1024
+"""Resident threads of a multiprocessor; of LayerNorm for rows with an idle part of a warp; columns of a warp."""
 
 
 def rmsnorm_quantize(
@@ -184,12 +184,11 @@ def _launch(
     }  # fmt: skip
     inputs = [tensor for tensor in (weight, bias, residual, total) if tensor is not None]
     flags = variant_flags(_VARIANT, variant, x.device, "NORM")
-    keeps = False
     if x.is_cuda and residual is None:  # the next row of two operands takes too many registers
-        keeps = bias is not None or recipe.element.bits == 4
-        flags = *flags, "-DPIPELINED=1", f"-DKEPT={int(keeps)}"
+        flags = *flags, "-DPIPELINED=1"
     return quantize_rows(
         "norm_quantize", _PARAMETERS, fields, x, columns, recipe, inputs, operands=operands, form=form, ub=ub,
         amax=amax, scale=scale, scales=scales, extra_flags=flags,
-        resident_threads=_KEEPING_THREADS if keeps else _THREADS,
+        resident_threads=_FEWER_THREADS if bias is not None and columns % _WHOLE_WARPS else _THREADS,
+        kept=1 if bias is None else 2,
     )  # fmt: skip

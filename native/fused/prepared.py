@@ -27,6 +27,7 @@ class Launch:
     blocks: int
     threads: int
     flags: tuple[str, ...]
+    shared_bytes: int
     packer: struct.Struct
     constants: list[bytes | int]
     """Bytes of the struct between its addresses, and 0 for an address, in turn."""
@@ -73,7 +74,7 @@ class Prepared:
             parameters[1::2] = [tensors[place].data_ptr() for place in one.places]  # type: ignore[union-attr]
             launch(
                 one.source, one.kernel, (one.blocks,), (one.threads,), (one.packer.pack(*parameters),),
-                device=self.device, extra_flags=one.flags,
+                device=self.device, extra_flags=one.flags, shared_bytes=one.shared_bytes,
             )  # fmt: skip
         return self.result(operands, outputs)
 

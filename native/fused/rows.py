@@ -40,6 +40,8 @@ _GIVEN = {
 }  # fmt: skip
 """Choices of recipes with a given scale: that of elements, or of codes, and a code for NaN."""
 _THREADS, _WARP = 256, 32
+_FLOAT, _RESERVED = 4, 3 << 10
+"""Bytes of a float32, and an upper bound of the shared memory of a block without its kept vectors."""
 LONGEST_ROW = 2**16
 """Columns of a row, at most: the threads of a block hold them in registers."""
 
@@ -75,6 +77,7 @@ def quantize_rows(
     operands: Sequence[torch.Tensor | None],
     form: object,
     resident_threads: int = 0,
+    kept: int = 0,
     paired: bool = False,
     ub: float = math.inf,
     amax: torch.Tensor | None = None,
@@ -87,6 +90,7 @@ def quantize_rows(
     `fields`: those of the kernel's `struct`, without `result`. `inputs`: the further matrices (M, K) and vectors (K,).
     `operands`: all tensors of the call, and `form` their `form_of`, under which the launches are kept.
     `resident_threads`: threads of a multiprocessor, if thread blocks of the kernel take whole rows and loop over rows.
+    `kept`: vectors (K,) whose chunks a thread of such a kernel can keep in shared memory.
     `paired`: the kernel can give a thread a chunk of both halves of a row, and both halves have whole chunks.
     `ub`: upper bound of the amaxes that give scales. `amax`, float32 (1,), replaces the tensor's own amax; without it,
     a recipe with such an amax takes two launches.
@@ -115,7 +119,7 @@ def quantize_rows(
     outputs = calls.outputs()
     encode, own_amax = [*outputs[2:], None, None][:2]
     variant = _variant(recipe, swizzled=layout != LINEAR, whole_chunks=has_whole_chunks(columns, (x, *inputs)))
-    grid = grid_of(rows, columns, device, resident_threads, variant, paired=paired)
+    grid = grid_of(rows, columns, device, resident_threads, variant, kept=kept, paired=paired)
     kernel = f"{source}_{suffix(x.dtype)}"
     flags = (f"-DELEMENT={recipe.element.name}", *variant_flags(_VARIANT, variant, device), *unit_flags(kernel, device),
              *grid.flags, *extra_flags)  # fmt: skip
@@ -132,10 +136,11 @@ def quantize_rows(
     for amax_alone in (True, False) if amax_first else (False,):
         output = {"amax_alone": amax_alone, "amax_out": own_amax if amax_alone or not amax_first else None}
         parameters = struct(**fields, result={**common, **output})
-        launch(source, kernel, (grid.blocks,), (grid.threads,), (parameters,), device=device, extra_flags=flags)
+        launch(source, kernel, (grid.blocks,), (grid.threads,), (parameters,), device=device, extra_flags=flags,
+               shared_bytes=grid.shared_bytes)  # fmt: skip
         filled = None if addresses is None else template(struct, parameters, addresses)
         if filled is not None:
-            launches.append(Launch(source, kernel, grid.blocks, grid.threads, flags, *filled))
+            launches.append(Launch(source, kernel, grid.blocks, grid.threads, flags, grid.shared_bytes, *filled))
     if len(launches) == (2 if amax_first else 1):
         keep(form, replace(calls, launches=launches))
     return calls.result(operands, outputs)
@@ -183,13 +188,15 @@ def _variant(recipe: Recipe, *, swizzled: bool, whole_chunks: bool) -> dict[str,
 
 
 class Grid(NamedTuple):
-    """Thread blocks, threads of a block, thread blocks of a row, rows of a thread block, and the flags for a GPU."""
+    """Thread blocks, threads of a block, thread blocks of a row, rows of a thread block, the flags for a GPU, and the
+    dynamic shared memory of a thread block."""
 
     blocks: int
     threads: int
     segments: int = 1
     rows: int = 1
     flags: tuple[str, ...] = ()
+    shared_bytes: int = 0
 
 
 def grid_of(
@@ -199,9 +206,11 @@ def grid_of(
     resident_threads: int,
     variant: Mapping[str, Value],
     *,
+    kept: int = 0,
     paired: bool = False,
 ) -> Grid:
-    """Grid of a kernel for rows. `variant`: the scope of a scale, and the lanes of a group."""
+    """Grid of a kernel for rows. `variant`: the scope of a scale, and the lanes of a group. `kept`: as of
+    `quantize_rows`."""
     if device.type != "cuda":
         return Grid(max(rows, 1), _WARP)
     chunks, half, lanes = blocks_for(columns, _CHUNK), columns // 2 // _CHUNK, variant["lanes"]
@@ -226,13 +235,22 @@ def grid_of(
     threads = blocks_for(threads, _WARP) * _WARP
     bound = 1 << (threads - 1).bit_length()  # a power of two: each bound is compiled
     flags.append(f"-DROW_THREADS={bound}")
+    shared_bytes = 0
     if resident_threads:
-        resident = max(1, resident_threads // bound) if of_thread <= 2 else 1
-        flags.append(f"-DRESIDENT={resident}")
-        blocks = min(blocks, _multiprocessors(device) * resident)
-    return Grid(blocks, threads, segments, rows_of_block, tuple(flags))
+        multiprocessors, shared_memory = _multiprocessors(device)
+        flags.append(f"-DRESIDENT={max(1, resident_threads // bound) if of_thread <= 2 else 1}")
+        resident = max(1, resident_threads // (threads if kept else bound)) if of_thread <= 2 else 1
+        several, blocks = blocks > multiprocessors * resident, min(blocks, multiprocessors * resident)
+        shared_bytes = kept * of_thread * _CHUNK * _FLOAT * threads
+        if several and kept and resident * (shared_bytes + _RESERVED) <= shared_memory:
+            flags += ["-DKEPT=1", f"-DBLOCK_THREADS={threads}"]
+        else:
+            shared_bytes = 0
+    return Grid(blocks, threads, segments, rows_of_block, tuple(flags), shared_bytes)
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _multiprocessors(device: torch.device) -> tuple[int, int]:
+    """Number of multiprocessors, and the shared memory of each in bytes."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_multiprocessor

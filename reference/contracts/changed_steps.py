@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from narrowgauge.reference.contracts import sums
-from narrowgauge.reference.contracts.interval import Interval
+from narrowgauge.reference.contracts.casts import cast
+from narrowgauge.reference.contracts.interval import Interval, add
 from narrowgauge.spec.formats import E8M0, FP32, Format
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
@@ -56,9 +57,25 @@ def moved(x: Interval, pairs: Sequence[Sequence[int]]) -> Interval:
     return x.arranged(lambda t: t[..., index])
 
 
+def total_of(x: Interval, positions: Interval | None = None) -> Interval:
+    """The sum of each row of weights (tokens, choices): of all, or of those whose position is not negative."""
+    counted = x if positions is None else x.arranged(lambda t: t.masked_fill(positions.low < 0, 0))
+    return sums.total(counted)
+
+
+def partial_sums(x: Interval, dtype: str) -> Interval:
+    """The sum of the last dimension in its order, from 0 on, each partial sum rounded: (…, K) to (…, 1)."""
+    zero = torch.zeros_like(x.low[..., :1])
+    y = Interval(zero, zero)
+    for number in range(x.shape[-1]):
+        term = x.arranged(lambda t, at=number: t[..., at : at + 1])  # type: ignore[misc]
+        y = cast(add(y, term), dtype)
+    return y
+
+
 CHANGED_STEPS: Mapping[str, Callable[..., Interval]] = {
     "expanded": expanded, "rolled": rolled, "amax_of_all": amax_of_all,
-    "kept": kept, "moved": moved,
+    "kept": kept, "moved": moved, "total_of": total_of,
 }  # fmt: skip
 """Functions of intervals and options by the name of the step."""
 
@@ -190,6 +207,18 @@ def _in_blocks(index: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Quant
     return _scales(change)
 
 
+def _in_half_blocks(behind: str) -> Callable[[Quantized], Quantized]:
+    """A quantization read with blocks of half the width. `behind`: the scale of the blocks behind those of a row."""
+
+    def change(q: Quantized) -> Quantized:
+        height, width = q.recipe.block
+        half = replace(q.recipe, block=(height, width // 2))
+        later = q.scales[:, -1:].expand_as(q.scales) if behind == "last" else q.scales.roll(-1, 0)
+        return replace(q, recipe=half, scales=torch.cat([q.scales, later], 1)[:, : -(-q.shape[1] // half.block[1])])
+
+    return change
+
+
 def _least(scales: torch.Tensor, q: Quantized) -> torch.Tensor:
     """Subnormal scales as 0."""
     if q.recipe.scale is FP32:
@@ -242,6 +271,10 @@ CHANGED_CODES: Mapping[str, tuple[str, Callable[[Quantized], Quantized]]] = {
     "scales-first-block": ("the scales of {} are those of the first block of a row", _in_blocks(lambda n: 0 * n)),
     "scales-of-pairs": ("two neighbouring blocks of {} take the scale k/2 of a block twice as wide",
                         _in_blocks(lambda n: n // 2)),
+    "scales-of-halves": ("the scales of {} are read as those of blocks half as wide, the last one behind them",
+                         _in_half_blocks(behind="last")),
+    "scales-of-halves-on": ("the scales of {} are read as those of blocks half as wide, the next row behind them",
+                            _in_half_blocks(behind="next row")),
     "scales-of-even": ("two neighbouring blocks of {} take the scale of the first", _in_blocks(lambda n: n // 2 * 2)),
     "scales-one": ("the scales of {} are left out", _scales(_one)),
     "scales-inverse": ("the scales of {} are inverted", _scales(_inverse)),

@@ -27,6 +27,7 @@ from narrowgauge.reference.contracts.changed_steps import (
     changed_quantize,
     divisor,
     other_row,
+    partial_sums,
     some_columns,
 )
 from narrowgauge.reference.contracts.estimates import Estimator, Unknown
@@ -695,9 +696,11 @@ def _codes(evaluation: Evaluation, step: Step) -> Quantized:
     """A quantized argument."""
     q = quantized_argument(evaluation.program, evaluation.tensors, step.options["name"], step.options["recipe"])
     view = step.options.get("view")
+    if view is None:
+        return q
     if view in CHANGED_MATRICES:
         return CHANGED_MATRICES[view][1](q, evaluation.program.sizes(evaluation.tensors)[EXPERTS])
-    return q if view is None else CHANGED_CODES[view][1](q)
+    return CHANGED_CODES[view][1](q)
 
 
 def quantized_argument(program: Program, tensors: Tensors, name: str, recipe: str) -> Quantized:
@@ -791,12 +794,14 @@ def _segments(evaluation: Evaluation, step: Step) -> Interval:
 
 def _renumbered(evaluation: Evaluation, step: Step) -> Interval:
     steps = evaluation.program.steps
-    others = {**routed.OTHER_POSITIONS, **routed.OTHER_EXPERTS}
-    if any(other.function in (CHOSEN, OF_EXPERT) for other in steps):
+    number = steps.index(step)
+    users = (other.function for other in steps if number in other.operands)
+    if (user := next((user for user in users if user in routed.RENUMBERINGS), None)) is not None:
         name = steps[step.operands[0]].options["name"]
         rows = evaluation.program.sizes(evaluation.tensors)[evaluation.program.tables[name]]
-        return i.exactly(others[step.options["to"]][1](_index(evaluation, step.operands[0]), rows))
-    return i.exactly(slots(evaluation.program, evaluation.tensors, evaluation.program.steps.index(step)))
+        _, renumber = routed.RENUMBERINGS[user][step.options["to"]]
+        return i.exactly(renumber(_index(evaluation, step.operands[0]), rows))
+    return i.exactly(slots(evaluation.program, evaluation.tensors, number))
 
 
 def _shared_heads(evaluation: Evaluation, step: Step) -> Interval:
@@ -922,7 +927,8 @@ def _reduced(function: Callable[..., Interval]) -> Callable[[Evaluation, Step], 
         if columns is not None:
             some = some_columns(columns, size)
             value = value.arranged(lambda t: t[..., some])
-        found = function(value, **options)
+        to = options.pop("to", None)
+        found = function(value, **options) if to is None else partial_sums(value, to)
         return found.arranged(lambda t: t.squeeze(-1)) if step.across_rows else found
 
     return reduce

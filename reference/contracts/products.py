@@ -63,8 +63,10 @@ def _of_all_numbers(
         return None
     least, largest = torch.where(negative, y.high, y.low), torch.where(negative, y.low, y.high)
     found, other = (of_rotated(x, recipe, scale, random) for x in (least, largest))
-    same = all(torch.equal(getattr(found, part), getattr(other, part)) for part in ("codes", "scales"))
-    return found if same and (found.amax is None or torch.equal(found.amax, other.amax)) else None
+    pairs = [(found.codes, other.codes), (found.scales, other.scales)]
+    if found.amax is not None and other.amax is not None:
+        pairs.append((found.amax, other.amax))
+    return found if all(torch.equal(a, b) for a, b in pairs) else None
 
 
 def of_rotated(y: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None, random: torch.Tensor | None) -> Quantized:

@@ -315,8 +315,10 @@ class Bounded:
         )
 
 
-def exactly(x: torch.Tensor) -> Bounded:
-    """The numbers of a float32, bfloat16 or float16 tensor, with error 0."""
+def exactly(x: torch.Tensor | Bounded) -> Bounded:
+    """The numbers of a float32, bfloat16 or float16 tensor, with error 0; bounded numbers as they are."""
+    if isinstance(x, Bounded):
+        return x
     value = x.double()
     return Bounded(value, lambda: torch.zeros_like(value))
 

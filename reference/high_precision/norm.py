@@ -36,9 +36,10 @@ def norm_forward(x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
 
 
 def norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, kind: Kind, eps: float
+    dy: torch.Tensor | Bounded, x: torch.Tensor, gamma: torch.Tensor, kind: Kind, eps: float
 ) -> tuple[Bounded, Bounded, Bounded | None]:
-    """dx (M, K), dγ (K,), and dβ (K,) or None for RMSNorm, for the gradient dy (M, K) of the output of `norm_forward`.
+    """dx (M, K), dγ (K,), and dβ (K,) or None for RMSNorm, for the gradient dy (M, K) of the output of `norm_forward`,
+    which is known exactly or bounded.
 
     The bound also covers the formula of torch on CPUs, dx = r·g + b·x + c with b = (μ·Σg − Σg·x)·r³/K and
     c = −b·μ − r·Σg/K. Raises ValueError for an unknown kind or shapes that do not fit together.

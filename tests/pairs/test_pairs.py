@@ -1,5 +1,7 @@
 """The quick tier has every possible pair of values, the full tier every triple, and the files can be written again."""
 
+from dataclasses import replace
+
 import pytest
 
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id
@@ -81,6 +83,15 @@ def test_fused_operations_share_their_pairs(cases):
         "ub",
     }
     assert all(pair in FUSED.sets_of(case) for pair, case in found.items())
+
+
+def test_modules_share_their_pairs():
+    case = case_from_id("linear/MXFP8BlockScaling/2x32x128x256/bf16/normal/steps:3+bias")
+    pairs = PAIRS.sets_of(case)
+    assert {(("operation", "linear"), ("steps", "more")), (("bias", "True"), ("steps", "more"))} <= pairs
+    layer = replace(case, steps=2)
+    assert PAIRS.sets_of(layer) == pairs
+    assert PAIRS.group(case) == PAIRS.group(case_from_id("grouped-linear/MXFP8BlockScaling/24x1x48/bf16/normal/even:2"))
 
 
 def test_a_field_of_a_contract_is_no_key():

@@ -1,6 +1,6 @@
 """torch as a backend: `torch._scaled_mm` on FP8 operands with a scale for each tensor or each row, `torch._int_mm` of
 INT8, on a GPU `torch.nn.functional.scaled_mm` of blocks of 1x128 and 128x128; norms and gated activations, eager and
-compiled."""
+compiled; `scaled_dot_product_attention` of the decoded rows of an FP8 cache."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.harness.backends.adapters.common import base_name
+from narrowgauge.contracts.attention import SCALE
+from narrowgauge.harness.backends.adapters.common import base_name, fp8_cache
+from narrowgauge.spec.kv_cache import Cache, slots_of
 from narrowgauge.spec.quantized import BatchedQuantized, GroupedQuantized, Quantized
+from narrowgauge.spec.recipe import Recipe
 
 TESTED_VERSION = "2.13.0 on a CPU, 2.11 on an H200"
 _RECIPES = ("fp8-current-e4m3", "fp8-row-e4m3")
@@ -31,7 +34,7 @@ _EAGER = {"rounded": "both"}
 class Backend:
     """On a CPU torch decodes both operands to float32 first. On a GPU the order is that of cuBLAS or CUTLASS."""
 
-    dialects: ClassVar = dict.fromkeys((*_RECIPES, *_BLOCKS, _INT8), "te")
+    dialects: ClassVar = {**dict.fromkeys((*_RECIPES, *_BLOCKS, _INT8), "te"), "fp8-static-e4m3": "vllm"}
     constraints: ClassVar = {"K": 16, "N": 16, "out": ["bf16", "fp32"], "layout": ["tn"]}
 
     def __init__(self, variant: str = "") -> None:
@@ -39,7 +42,7 @@ class Backend:
             raise ValueError(f"no variant {variant!r}; torch has {', '.join(VARIANTS)}")
         self._made: Callable[..., Any] = torch.compile(dynamic=True) if variant else lambda function: function
         fields = {} if variant else {"silu-mul": _EAGER, "gelu-mul": _EAGER}
-        self.declares: dict[str, Any] = {"operands": "decoded-float32", **fields}
+        self.declares: dict[str, Any] = {"operands": "decoded-float32", "attention": {"decode": "rounded"}, **fields}
 
     def check(self, device: torch.device) -> None:
         """On a GPU, FP8 tensor cores keep 13 fraction bits of a sum, and no operand is decoded first."""
@@ -87,6 +90,31 @@ class Backend:
         """`torch.nn.functional.gelu` of the first half of the columns, times the second half."""
         y: torch.Tensor = self._made(_gelu_mul)(x, {"tanh": "tanh", "erf": "none"}[approximate])
         return y
+
+    def attention(
+        self, q: torch.Tensor, cache: Cache, pages: torch.Tensor, lengths: torch.Tensor, q_lengths: torch.Tensor,
+        recipe: Recipe, *, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+        scale: float = SCALE, causal: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        """`torch.nn.functional.scaled_dot_product_attention` of each request, whose keys and values are decoded to the
+        dtype of q. Raises NotImplementedError for other caches than `fp8_cache` takes."""
+        if k_scale is None or v_scale is None:
+            raise NotImplementedError(f"the adapter decodes FP8 with a scale for k and one for v, not {recipe}")
+        slots, counts = slots_of(pages, lengths, cache.page), lengths.tolist()
+        halves = zip(fp8_cache(cache, k_scale, v_scale), (k_scale, v_scale), strict=True)
+        keys, values = (
+            torch.split((half.flatten(0, 1)[slots].float() * factor).to(q.dtype), counts) for half, factor in halves
+        )
+        results = []
+        for rows, *tokens in zip(torch.split(q, q_lengths.tolist()), keys, values, strict=True):
+            queries, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (rows, *tokens))
+            seen = torch.ones(queries.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            mask = seen.tril(k.shape[2] - queries.shape[2]) if causal else None
+            found = torch.nn.functional.scaled_dot_product_attention(
+                queries, k, v, attn_mask=mask, scale=scale, enable_gqa=True
+            )
+            results.append(found.squeeze(0).transpose(0, 1))
+        return torch.cat(results)
 
     def gemm(self, a: Quantized, b: Quantized, *, out_dtype: torch.dtype) -> torch.Tensor:
         """`a` (M, K), `b` (N, K): the output (M, N). Raises NotImplementedError for refused recipes, for row scales

@@ -32,7 +32,7 @@ Gradients = tuple[Bounded, Bounded, Bounded]
 class NormGradient:
     """The gradient of a norm of x (M, K)."""
 
-    dy: torch.Tensor
+    dy: torch.Tensor | Bounded
     x: torch.Tensor
     gamma: torch.Tensor
     kind: Kind

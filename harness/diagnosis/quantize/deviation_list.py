@@ -11,6 +11,7 @@ from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, 
 from narrowgauge.harness.diagnosis.quantize.elements.changed_steps import changed_step_deviations
 from narrowgauge.harness.diagnosis.quantize.elements.element_deviations import (
     CODES_ZERO,
+    LEFT_OUT,
     ROUNDINGS,
     SCALINGS,
     SPECIAL_VALUES,
@@ -76,8 +77,15 @@ def list_deviations(
         *(deviation for deviation in step_deviations if not deviation.implausible), *field_deviations(recipe),
         *(deviation for deviation in step_deviations if deviation.implausible),
         *(dialect_deviations(recipe) if dialects else ()),
-        *changed_step_deviations(matrices[0]),
+        *changed_step_deviations(matrices[0], _wrong_rows(wrong_masks)),
     ]  # fmt: skip
+
+
+def _wrong_rows(wrong_masks: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor | None:
+    """Numbers of the rows with wrong scales or codes of the first matrix, int64 (n,); None if there is none."""
+    masks = [wrong_masks[stage][0] for stage in ("scales", "codes") if stage in wrong_masks]
+    rows = {row for mask in masks if mask.dim() == 2 for row in mask.any(1).nonzero()[:, 0].tolist()}
+    return torch.tensor(sorted(rows)) if rows else None
 
 
 def _without_amax(step_deviations: Iterable[QuantizeDeviation], *, amax_shown: bool) -> Iterator[QuantizeDeviation]:
@@ -104,6 +112,7 @@ def _step_deviations(
     recipe = first.subject.recipe
     if "codes" in wrong_masks:
         yield CODES_ZERO
+        yield from rows_of(LEFT_OUT, recipe)
     yield from half_deviations(matrices)
     yield from section_result_deviations(matrices)
     yield from section_amax_deviations(matrices)

@@ -14,9 +14,21 @@ from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, can_replay_rows
 from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviations
 from narrowgauge.harness.diagnosis.quantize.elements.changed_steps import OF_EVERY_STEP
-from narrowgauge.harness.diagnosis.quantize.further_inputs import LARGEST, PROOFS, FurtherRun, refutations, separated
+from narrowgauge.harness.diagnosis.quantize.further_inputs import (
+    LARGEST,
+    PROOFS,
+    RUN,
+    FurtherRun,
+    refutations,
+    separated,
+)
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import ROW_STAGES, STAGES, KernelMatrix, kernel_matrix
 from narrowgauge.harness.diagnosis.quantize.partial_matches import explaining_pair, large_match, partial_matches
+from narrowgauge.harness.diagnosis.quantize.scales.observed_amaxes import (
+    PARTIAL,
+    TOO_SMALL,
+    observed_amax_deviations,
+)
 from narrowgauge.harness.diagnosis.search.history import (
     SEARCHES,
     Name,
@@ -76,6 +88,8 @@ def explain_quantize(
             deviations = search.confirm(deviations, start + point, further) or search.confirm(
                 search.of_places, start + point, further
             )
+            if [each.cause for each in deviations] == [TOO_SMALL.cause] and limit.may_compare(RUN):
+                deviations = _left_out_parts(further("rising"), start + point, history, limit) or deviations
         simplest = [_with_evidence(each, search.matrices) for each in simplest_of_causes(deviations)]
         explanations = [_explanation_of_all(deviation, wrong_stage.stage, elsewhere) for deviation in simplest]
         if further is None and (few := search.too_few_wrong):
@@ -100,6 +114,17 @@ def explain_quantize(
     unexplained = [stage for stage in search.wrong_stages if stage != name]
     simplest = simplest_of_causes(search.explain([name]))
     return [_with_reason(deviation, wrong_stage.stage, unexplained) for deviation in simplest]
+
+
+def _left_out_parts(
+    outcome: Outcome | None, prefix: str, history: SearchHistory, limit: WorkLimit
+) -> list[QuantizeDeviation]:
+    """The part that an amax leaves out, if the wrong amaxes of another outcome of the case show it."""
+    search = None if outcome is None else _search_of(outcome, prefix, history, limit)
+    if search is None or "amax" not in search.wrong_stages:
+        return []
+    found = observed_amax_deviations(search.matrices, history)
+    return [each for each in found if each.cause == PARTIAL.cause]
 
 
 def _of_stored_scales(search: _Search, stage: str) -> list[Explanation]:

@@ -21,7 +21,7 @@ SPECIAL = ("low-rows", "amax-2m120-row-end", "huge", "subnormal", "nan")
 values."""
 LARGEST = 1 << 18
 """Largest number of elements of matrices with further inputs."""
-_RUN = 1 << 21
+RUN = 1 << 21
 """Work of a run and a judgement of at most so many elements."""
 PROOFS = 4
 """Number of recipes and dtypes in which further inputs confirm a deviation of a backend. The deviation then counts as
@@ -37,7 +37,7 @@ def refutations(deviations: Sequence[QuantizeDeviation], prefix: str, run: Furth
     """
     found = [""] * len(deviations)
     for family in ORDINARY:
-        if all(found) or not limit.may_compare(_RUN):
+        if all(found) or not limit.may_compare(RUN):
             break
         if (outcome := run(family)) is None:
             continue
@@ -53,7 +53,7 @@ def separated(
     """The deviations that remain after the special families have separated several deviations."""
     remaining = list(deviations)
     for family in SPECIAL:
-        if len(remaining) == 1 or not limit.may_compare(_RUN):
+        if len(remaining) == 1 or not limit.may_compare(RUN):
             break
         if (outcome := run(family)) is not None:
             remaining = [each for each in remaining if _explains(each, outcome, prefix)] or remaining

@@ -14,6 +14,7 @@ from narrowgauge.harness.operations.stages.deviation import Deviation, rows_of
 from narrowgauge.harness.operations.stages.quantized import stored_along_rows
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.reference.quantize.layout import elements
+from narrowgauge.spec.quantized import Quantized
 
 OF_FIRST: QuantizeDeviation = Deviation(
     "amax-of-first-section", "every section is quantized with the amax of the first{}", "used amax",
@@ -33,17 +34,23 @@ UNUSED: QuantizeDeviation = Deviation(
 )  # fmt: skip
 
 
+def _other_half(r: Replay) -> Quantized:
+    half = r.kernel_matrix.other_half
+    assert half is not None
+    return half
+
+
 def _decoded_half(dtype: str, r: Replay) -> KernelMatrix:
     """The matrix with the decoded values of the other half in place of its elements."""
-    matrix, other = r.kernel_matrix, r.kernel_matrix.other_half
-    assert other is not None
-    values = dequantize(other).T.to(matrix.subject.matrix.dtype if dtype == "of x" else torch.float32).contiguous()
+    matrix = r.kernel_matrix
+    values = (
+        dequantize(_other_half(r)).T.to(matrix.subject.matrix.dtype if dtype == "of x" else torch.float32).contiguous()
+    )
     return replace(matrix, subject=replace(matrix.subject, matrix=values))
 
 
 def _codes_of_half(r: Replay) -> torch.Tensor:
-    other = r.kernel_matrix.other_half
-    assert other is not None
+    other = _other_half(r)
     return elements(stored_along_rows(other), r.x.shape[0], other.recipe).T.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Shared memory of the inputs of a kernel host: slots between guard zones, which the host only reads."""
+"""Shared memory of the inputs of a kernel host: slots between guard zones, read-only for the host."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def new_memory(kind: str, name: str, size: int, *, read_only: bool) -> SharedFil
 
 
 class Region:
-    """Shared memory, of which the first `used` bytes are in use."""
+    """Shared memory with the first `used` bytes in use."""
 
     def __init__(self, number: int, memory: SharedFile | GpuMemory) -> None:
         self.number, self.memory, self.used = number, memory, 0
 
     @property
     def room(self) -> int:
-        """Bytes that are not in use."""
+        """Number of unused bytes."""
         return self.memory.capacity - self.used
 
 
@@ -71,7 +71,7 @@ class PlacedSlot(NamedTuple):
 
 
 class InputMemory:
-    """Memory of the inputs that a host has opened."""
+    """Memory of the inputs, opened by a host."""
 
     def __init__(self, transport: Transport, device: torch.device, name: str) -> None:
         """`name`: of the shared files."""
@@ -81,7 +81,7 @@ class InputMemory:
         self.touched = 0
         """Largest number of bytes in use since the memory was new."""
         self.pending = 0
-        """Prepared runs that have not ended: their inputs stay in the memory."""
+        """Prepared runs before their end: their inputs stay in the memory."""
         self.slots: list[PlacedSlot] = []
         """Slots of a call outside of runs, or of the run."""
         transport.on_end.append(self.end)
@@ -180,7 +180,7 @@ class InputMemory:
                 ("before", slice(start - ZONE, start)), ("behind", slice(start + size, start + size + ZONE)),
             )
         ]  # fmt: skip
-        # A single comparison for all zones: each comparison synchronizes the GPU.
+        # A single comparison for all zones: a comparison synchronizes the GPU.
         if bool((torch.cat([zone for _, zone in zones]) != poison).any()):
             for place, zone in zones:
                 if written := int((zone != poison).sum()):
@@ -236,7 +236,7 @@ def _extent(tensors: list[torch.Tensor]) -> tuple[int, int]:
 
 
 def _different_bytes(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Number of bytes that differ, as a tensor."""
+    """Number of different bytes, as a tensor."""
     a, b = (element_bytes(tensor) for tensor in (one, other))
     return torch.count_nonzero(a != b)
 

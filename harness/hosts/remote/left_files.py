@@ -1,4 +1,4 @@
-"""Files in /dev/shm that a host leaves behind: they take memory after its end."""
+"""Files in /dev/shm left behind by a host: the files take memory after its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LeftFiles:
         self._listed = now
 
     def remove(self) -> None:
-        """Remove the files of the host that no process has open."""
+        """Remove the files of the host without a process that has them open."""
         kept = _open_files(processes(), self._made) if self._made else set()
         for inode, path in self._made.items():
             with suppress(OSError):
@@ -52,7 +52,7 @@ def _open_files(processes: Iterable[int], inodes: Collection[int]) -> set[int]:
 
 
 def _inodes(process: int, device: int) -> Iterator[int]:
-    """Inodes of the files of a device that a process has open or maps. None for an ended process."""
+    """Inodes of the open or mapped files of a device in a process. None for an ended process."""
     with suppress(OSError):
         for entry in os.scandir(f"/proc/{process}/fd"):
             with suppress(OSError):

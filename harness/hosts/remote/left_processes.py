@@ -1,4 +1,4 @@
-"""Processes that a backend leaves behind a case."""
+"""Processes left behind by a backend after a case."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class LeftProcesses:
     """Watches the descendants of a host."""
 
     def __init__(self, host: int, marker: str, adopts: int = 0) -> None:
-        """`marker`: name of the shared memory of the host, which only its descendants map. `adopts`: the process that
+        """`marker`: name of the shared memory of the host, mapped only by its descendants. `adopts`: the process that
         adopts the orphans of the host, without further children; 0: none."""
         self._host, self._marker, self._adopts = host, marker, adopts
         self._newest = _newest()
         self._known = set(processes())
 
     def expect(self, *hosts: int) -> None:
-        """Know other hosts of the judge: they are no descendants."""
+        """Know other hosts of the judge: these hosts are no descendants."""
         self._known.update(hosts)
 
     def new(self) -> list[LeftProcess]:
-        """Descendants of the host that started since the last call. Copies of the host are killed: a worker pool of a
+        """Descendants of the host, started since the last call. Copies of the host are killed: a worker pool of a
         library, which executes its own program, runs until its host ends."""
         newest = _newest()
         if newest and newest == self._newest:  # no process has started on this machine
@@ -72,7 +72,7 @@ def _read(pid: int, name: str) -> str:
 
 
 def _newest() -> int:
-    """The last process id that the system gave, to a process or a thread. 0: unknown."""
+    """The last process id of the system, of a process or a thread. 0: unknown."""
     try:
         with open("/proc/loadavg", encoding="ascii") as file:
             return int(file.read().rpartition(" ")[2])

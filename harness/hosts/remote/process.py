@@ -16,7 +16,7 @@ from narrowgauge.harness.hosts.separation import NAMESPACES
 from narrowgauge.harness.hosts.starter import Channel, parent_of
 
 _LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
-"""Numbers of the resources that have a limit."""
+"""Numbers of the limited resources."""
 
 
 class HostProcess:
@@ -57,7 +57,7 @@ class HostProcess:
         if self.separation == NAMESPACES:
             self._files = None  # it has a /dev/shm of its own
         self.printed = 0
-        """Bytes of the output of the case that were printed."""
+        """Number of printed bytes of the output of the case."""
         self._open = True
         """Whether more output may follow."""
 
@@ -77,11 +77,11 @@ class HostProcess:
         return self._exit in news and self.connection not in news
 
     def forward(self) -> None:
-        """Print what the host printed."""
+        """Print the output of the host."""
         self.printed, self._open = forward(self._output, self.printed)
 
     def look_for_files(self) -> None:
-        """Remember the files in /dev/shm that the process has made."""
+        """Remember the files in /dev/shm made by the process."""
         if self._files is not None:
             self._files.look(self.pid)
 

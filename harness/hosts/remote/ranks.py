@@ -1,4 +1,4 @@
-"""The kernel hosts of a group of processes: each rank calls a method of the backend on its own inputs.
+"""The kernel hosts of a group of processes: all ranks call a method of the backend on their own inputs.
 
 Rank 0 is the host of the judge; the hosts of the further ranks start on first use. The ranks meet in a file without a
 name, whose descriptor the judge passes. If a rank dies, hangs or raises, all hosts are ended: a collective waits for
@@ -33,12 +33,12 @@ _OF_RANK = re.compile(r"(.+) of rank (\d+)")
 
 
 def of_rank(name: str, rank: int) -> str:
-    """The name of an input that a rank has for itself."""
+    """The name of an input of a single rank."""
     return f"{name} of rank {rank}"
 
 
 def inputs_of(given: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """The inputs of a rank, by the names without it."""
+    """The inputs of a rank, by the names without the rank."""
     found = {}
     for name, value in given.items():
         match = _OF_RANK.fullmatch(name)
@@ -52,11 +52,11 @@ class RankHost(Host, Protocol):
 
     transport: Transport
     group: int
-    """Ranks of the group that the process has joined; 0: none."""
+    """Number of ranks of the joined group of the process; 0: none."""
 
     @property
     def process(self) -> int | None:
-        """Process id of the host, if it runs."""
+        """Process id of the running host, or None."""
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +70,7 @@ class RankHost(Host, Protocol):
 
 
 class RankedHost:
-    """A `Host` whose `call` takes and gives a sequence: the arguments and the results of each rank."""
+    """A `Host` whose `call` takes and gives a sequence: the arguments and the results of the ranks."""
 
     def __init__(self, hosts: Sequence[RankHost]) -> None:
         """`hosts`: started, in the order of the ranks."""
@@ -116,7 +116,7 @@ class RankedHost:
         return RankedRun([host.prepare(part, home, poison) for host, part in zip(self.hosts, parts, strict=True)])
 
     def call(self, method: str, *arguments: tuple[Sequence[Any], Mapping[str, Any]], **options: Any) -> list[Any]:
-        """The results of a method on each rank. `arguments`: the arguments of the ranks, by place and by name."""
+        """The results of a method on the ranks. `arguments`: the arguments of the ranks, by place and by name."""
         calls = zip(self.hosts, arguments, strict=True)
         return self.together([partial(host.call, method, *by_place, **named, **options)
                               for host, (by_place, named) in calls])  # fmt: skip
@@ -133,7 +133,7 @@ class RankedHost:
             os.close(meeting)
 
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The results of a call of each host, at the same time.
+        """The results of a simultaneous call of all hosts.
 
         Raises the exception of the first failing rank, with the rank, after the end of all hosts, unless all answered
         that the case is unsupported.
@@ -187,7 +187,7 @@ class RankedHost:
         return f"{self.hosts[0].transport.too_late}; {', '.join(places)}", "\n".join(frames)
 
     def _raise_first(self, futures: Sequence[Future[Any]], ends: Sequence[float], ended: float) -> None:
-        """Raise the first failure before this process ended hosts: of a process that died, else of a call."""
+        """Raise the first failure before this process ended hosts: of a dead process, else of a call."""
         failures = [(ends[rank], rank, error) for rank, future in enumerate(futures)
                     if (error := future.exception()) is not None and ends[rank] <= ended]  # fmt: skip
         failures.sort(key=lambda failure: failure[:2])
@@ -209,7 +209,7 @@ class RankedHost:
 
 
 class RankedRun:
-    """A prepared run of each rank."""
+    """The prepared runs of the ranks."""
 
     def __init__(self, runs: Sequence[PreparedRun]) -> None:
         self._runs = runs

@@ -20,7 +20,7 @@ from narrowgauge.harness.hosts.remote.transport import Transport, number_of_byte
 
 
 class ResultMemory:
-    """Memory of the results that a host has opened, by its kind."""
+    """Memory of the results opened by a host, by its kind."""
 
     def __init__(self, transport: Transport, name: str) -> None:
         """`name`: of the shared files."""
@@ -88,7 +88,7 @@ class Reader:
 
     def tensor(self, place: Any) -> torch.Tensor:
         """The tensor at a place: first byte, dtype, shape, strides or None. Raises ValueError for a place outside the
-        memory, and for strides of another number than the shape. Strides that need too much memory are not kept."""
+        memory, and for strides of another number than the shape. Strides with too much memory are not kept."""
         self.tensors += 1
         start, name, shape, strides = place
         dtype = codec.DTYPES[name]

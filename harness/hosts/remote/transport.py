@@ -1,7 +1,7 @@
 """Messages to a kernel host, and their answers. A host is lost if it ends, hangs or writes bytes that are no message.
 
-The transport announces the end of a process to the owners of its memory, which free the memory: it knows no memory
-itself.
+The transport announces the end of a process to the owners of its memory, which free the memory: the transport knows no
+memory itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Interpreter(Protocol):
 
 
 class Transport:
-    """Sends messages to a host. The first message after the end of a host starts another."""
+    """Sends messages to a host. The first message after the end of a host starts a new host."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Transport:
             process.stacks.close()
 
     def lose(self, verdict: str, message: str = "", *, cause: str = "") -> HostLost:
-        """The exception for a host that is ended now. Without a message: how the process ended. The message of a host
+        """The exception for a host ended now. Without a message: how the process ended. The message of a host
         without a result, or after a crash, has the line of the user."""
         process, self.lost_at = self.process, time.monotonic()
         if verdict == "timeout" and process is not None:

@@ -100,7 +100,7 @@ def _other_fields(case: ContractCase, fields: Mapping[str, Any]) -> Iterator[Cha
 
 
 def _rows(case: ContractCase, inputs: Inputs, backend: Backend, shown: Shown) -> Independent | None:
-    """The rows of a contract, or its requests. None: rows may depend on other rows."""
+    """The rows of a contract, or its requests. None: rows may be dependent."""
     said = case.declared.rows or backend.declares.get("batch") == INVARIANT
     if not said or batch_of(case) or not (case.declared.sequences or has_rows(case.program)):
         return None
@@ -159,7 +159,7 @@ def called(case: ContractCase, inputs: Inputs, backend: Backend) -> tuple[list[S
 
 
 def call_contract(case: ContractCase, backend: Backend, given: Tensors) -> Tensors:
-    """The tensors that the method gives for these tensors."""
+    """The results of the method for these tensors."""
     recipes = dict(zip(case.declared.recipes, map(find_recipe, case.recipe_names), strict=True))
     known: dict[str, Any] = {**given, **recipes}
     for argument in case.program.arguments:
@@ -185,7 +185,7 @@ _STORED = ("keys", "values", "key_scales", "value_scales")
 
 
 def _cache(case: ContractCase, name: str, given: Tensors) -> Cache:
-    """The cache that a kernel gets, in the page layout of the case."""
+    """The cache of a kernel, in the page layout of the case."""
     layout = PAGE_LAYOUTS[case.page_layout]
     parts = {part: layout.stored(given[f"{name}.{part}"], part) for part in _STORED if f"{name}.{part}" in given}
     scales = parts.get("key_scales"), parts.get("value_scales")

@@ -41,7 +41,7 @@ Tensor = torch.Tensor
 _RECIPES = ("fp8-row-e4m3", "fp8-block-1x128-e4m3", "mxfp8-e4m3", "mxfp4")
 _COMPILED = "fp8-row-e4m3"
 _JUDGED = 64
-"""Rows that are judged, of both matrices of a product, at equal distances: a row depends on no other row."""
+"""Judged rows of both matrices of a product, at equal distances: rows are independent."""
 
 
 def _rmsnorm(x: Tensor, weight: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ _FORMULAS: dict[str, Callable[..., Tensor]] = {
 
 
 def _arguments(task: BenchTask, inputs: BenchInputs) -> tuple[Tensor, ...]:
-    """The tensors of the contract. The size is that of x."""
+    """The tensors of the contract. The size is the size of x."""
     x = inputs.matrix(task.shape)
     rows, columns = task.shape
     further = {"residual": (rows, columns), "weight": (columns,), "bias": (columns,),
@@ -238,7 +238,7 @@ def _prepare_cache(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
 
 
 def _new_cache(pages: int, heads: int, inputs: BenchInputs) -> Cache:
-    """Numbers are integers from 1 to 8, whose sums are exact."""
+    """Numbers are integers from 1 to 8, with exact sums."""
     keys, values = (
         inputs.new_matrix((pages, _PAGE, heads, _DIM)).abs().mul(3).ceil().clamp(1, 8).to(torch.float8_e4m3fn)
         .view(torch.uint8) for _ in range(2)

@@ -1,4 +1,4 @@
-"""Rows of a cache as its recipe stores them: codes, and scales of blocks."""
+"""Rows of a cache in the form of its recipe: codes, and scales of blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from narrowgauge.spec.kv_cache import DATA, SCALES
 from narrowgauge.spec.recipes import Recipe
 
 Parts = dict[str, torch.Tensor]
-"""Codes, and scales if the recipe stores some, by `DATA` and `SCALES`: uint8 (…, columns); of rows, float32."""
+"""Codes, and stored scales if any, by `DATA` and `SCALES`: uint8 (…, columns); of rows, float32."""
 _BLOCK_SCALES = (*map(float, range(1, 17)), 64.0)
 """Numbers of E4M3."""
 _DIGITS = {E4M3.name: (126, (2, 1, 1)), E2M1.name: (7, (4, 3, 2))}

@@ -192,9 +192,11 @@ class _Wanted:
     before: Mapping[str, torch.Tensor]
     """The matrices before it, float32."""
     rows: int
-    """Rows that an index can name."""
+    """Rows open to an index."""
     sizes: Mapping[str, int]
     last_rank: int = 0
+    logarithm: bool = False
+    """Whether the contract takes exponentials of the argument."""
 
 
 def _matrix(want: _Wanted) -> torch.Tensor:
@@ -259,8 +261,13 @@ def _index(want: _Wanted) -> torch.Tensor:
 
 
 def _column(want: _Wanted) -> torch.Tensor:
-    """Positive, as the saved statistics of rows are."""
-    return _positive(want.draw, math.prod(want.shape)).view(want.shape)
+    """Positive, as the saved statistics of rows are. To logarithms 96 or −96 is added in every second row, which is
+    beyond the range of exp."""
+    found = _positive(want.draw, math.prod(want.shape)).view(want.shape)
+    if not want.logarithm:
+        return found
+    beyond = torch.tensor([0.0, 96.0, 0.0, -96.0])[torch.arange(len(found)) % 4]
+    return found + beyond.view(-1, *[1] * (found.dim() - 1))
 
 
 def _heads(want: _Wanted) -> torch.Tensor:
@@ -321,7 +328,7 @@ def _router_weights(want: _Wanted) -> torch.Tensor:
     """Weights of choices, from 1/16 to 1, or powers of two."""
     if want.rule.number is _power:
         return power_of_two(-want.draw.below(7, *want.shape))
-    return (1 + 15 * want.draw.uniform(*want.shape)) / 16
+    return (1 + 15 * want.draw.uniform(*want.shape).abs()) / 16
 
 
 KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
@@ -330,7 +337,7 @@ KINDS: Mapping[str, Callable[[_Wanted], torch.Tensor]] = {
     "Index": _index, "Bits": _bits, "Slots": _slots, "Lengths": _lengths, "Heads": _heads, "Pages": _pages,
     "Cache": _cached, "Positions": _positions, "RouterWeights": _router_weights,
 }  # fmt: skip
-"""Makers of each type of `narrowgauge.contract`: float32, and int64 of an index, int32 of random bits."""
+"""Makers of the types of `narrowgauge.contract`: float32, and int64 of an index, int32 of random bits."""
 
 
 def contract_inputs(
@@ -338,7 +345,7 @@ def contract_inputs(
 ) -> dict[str, torch.Tensor]:
     """The arguments of a contract by name, contiguous on the CPU, in their dtypes, the same bytes for equal draws.
 
-    `sizes`: elements along each named axis. Matrices are of the family, and all different, except in families of zeros.
+    `sizes`: elements along the named axes. Matrices are of the family, and all different, except in families of zeros.
     A row has numbers of both signs that show their places, a scalar and a scale are positive and finite; `RULES` has
     the exceptions. An aimed family has the same bytes for every draw. `number`: of the product in a batch, whose scales
     differ. Raises ValueError for an unknown family and an axis without a size.
@@ -361,6 +368,8 @@ def contract_inputs(
     rule = RULES.get(family, Rule()) if aimed is None else aimed.rule
     draw = draw if aimed is None else Draw(family)
     found, matrices = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    exponents = {n for number, step in enumerate(program.steps) if step.function == "exp" for n in program.cone(number)}
+    logarithms = {program.steps[n].options["name"] for n in exponents if program.steps[n].function == "argument"}
     for step in program.steps:
         if step.function == CODES:
             rows, columns = (size_of(axis, sizes) for axis in step.axes)
@@ -384,7 +393,19 @@ def contract_inputs(
             found[argument.name] = plain_operand(family, draw, *shape).to(DTYPES[argument.dtype])
             continue
         made = KINDS[argument.kind](
-            _Wanted(argument, shape, family, rule, draw, aimed, matrices, rows, sizes, last_rank)
+            _Wanted(
+                argument,
+                shape,
+                family,
+                rule,
+                draw,
+                aimed,
+                matrices,
+                rows,
+                sizes,
+                last_rank,
+                logarithm=argument.name in logarithms,
+            )
         )
         found[argument.name] = (made.to(DTYPES[argument.dtype]) if argument.dtype in DTYPES else made).contiguous()
         if argument.kind in ("Matrix", "Heads", "Ranks", "QuantizedRanks"):

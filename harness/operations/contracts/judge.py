@@ -33,7 +33,7 @@ from narrowgauge.spec.summation import SMALLEST_NORMAL
 
 
 class UndeterminedError(ValueError):
-    """Almost any bytes are right on these inputs: no verdict is possible. The message says what to declare."""
+    """Almost any bytes are right on these inputs: no verdict is possible. The message has the necessary declaration."""
 
 
 _PAGE = "docs/contracts.md"
@@ -42,7 +42,7 @@ FREE = 0.01
 
 
 def judge_contract(program: Program, tensors: Mapping[str, torch.Tensor], shown: Shown) -> Outcome:
-    """Judge results of a kernel, which `harness.operations.contracts.results.named_results` makes.
+    """Judge results of a kernel, made by `harness.operations.contracts.results.named_results`.
 
     Raises ValueError and UndeterminedError as `judge_batch` does.
     """
@@ -58,7 +58,7 @@ def judge_batch(
     """Judge arguments and results of each product of a batch, or of a single call, together.
 
     Causes are those of the first call with a wrong result. `outcome`: gets the stages; None: a new one. `others`:
-    causes beside the changes of the steps, to which flushed subnormals are added.
+    causes beside the changes of the steps; flushed subnormals are added.
     Raises ValueError for tensors that do not fit the contract, and UndeterminedError if no element is wrong and more
     than `FREE` of the elements of a result on finite inputs may be almost anything.
     """
@@ -122,7 +122,7 @@ def _is_ordinary(tensor: torch.Tensor, program: Program) -> bool:
 
 
 def _add_figures(outcome: Outcome) -> None:
-    """The share of elements for which all right kernels give one code, and the widths, of the stages with a bound."""
+    """The share of elements with a single right code, and the widths, of the stages with a bound."""
     bound = [stage for stage in outcome.stages if stage.rule == "bound" and stage.stage in outcome.parts]
     if not bound:
         return
@@ -137,7 +137,7 @@ def _add_figures(outcome: Outcome) -> None:
 
 
 def assumed(program: Program) -> str:
-    """The errors of functions on which intervals of a contract rest, with their sources."""
+    """The errors of functions behind the intervals of a contract, with their sources."""
     found = []
     for step in program.steps:
         if step.function in FUNCTIONS:
@@ -150,7 +150,8 @@ def assumed(program: Program) -> str:
 
 
 def _narrow_sums(program: Program, part: Part) -> str:
-    """That a result rests on the fewest bits of FP8 tensor cores, and how many numbers that accepts; else empty."""
+    """The note that a result rests on the fewest bits of FP8 tensor cores, with the number of accepted numbers; else
+    empty."""
     products = [step for step in program.steps if step.function == GEMM and step.options["order"] is None]
     if not any(all(_is_narrow(program, number) for number in step.operands) for step in products):
         return ""

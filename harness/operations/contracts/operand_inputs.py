@@ -1,4 +1,4 @@
-"""Operands of products that set codes and scales themselves: families in which every sum is exact.
+"""Operands of products with codes and scales of their own: families with exact sums.
 
 A quantizer makes few of the scales that a kernel may be given, and hides which scale a kernel took.
 """
@@ -21,9 +21,9 @@ from narrowgauge.spec.quantized import Quantized, amax_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 ONE_HOT = ("one-hot-k", "codes")
-"""Families whose first operand has one nonzero number in each row: an output is one product."""
+"""Families whose first operand has one nonzero number in each row: an output is a single product."""
 _EDGE = 2**24
-"""The number of `integer-edge` beside which sums lie: float32 has every whole number up to it."""
+"""The number near the sums of `integer-edge`: float32 has every whole number up to it."""
 
 
 def plain_operand(family: str, draw: Draw, rows: int, columns: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ def plain_operand(family: str, draw: Draw, rows: int, columns: int) -> torch.Ten
 
 def edge_operand(draw: Draw, element: Format, rows: int, columns: int, *, first: bool) -> torch.Tensor:
     """Operands (rows, columns) of whole numbers, float32, whose sums are 2^24 + d, d from −4 to 4, and one more for
-    each column that is left, which float32 sums lose. Fewer columns have sums as large as they can be.
+    each column that is left, which float32 sums lose. With fewer columns, the sums are as large as possible.
 
     A row of the first operand has 1, the largest number in as many columns as 2^24 needs, and 1 behind them, all with
     one sign. A row of the second operand has the largest number, the missing rest in two columns, and 1 behind.
@@ -102,7 +102,7 @@ def _finite_codes(recipe: Recipe) -> torch.Tensor:
 
 
 def _scales(family: str, recipe: Recipe, rows: int, columns: int, *, first: bool, number: int) -> torch.Tensor:
-    """Stored scales: powers of two, or every scale that is finite, or the smallest."""
+    """Stored scales: powers of two, or every finite scale, or the smallest."""
     shape = scales_shape((rows, columns), recipe)
     row, block = torch.arange(shape[0]).unsqueeze(1), torch.arange(shape[1])
     with_mantissa = recipe.scale not in (E8M0, FP32)
@@ -129,9 +129,9 @@ def _scales(family: str, recipe: Recipe, rows: int, columns: int, *, first: bool
 def mixture(program: Program, sizes: Mapping[str, int], family: str, draw: Draw) -> dict[str, torch.Tensor | Quantized]:
     """The arguments of a mixture of experts by name, on the CPU, of a family of `harness.cases.families.MIXTURES`.
 
-    The hidden steps have one result: gates are from 16 on, an activation has few bits, and a row of w2 has one number.
-    Matrices of neighbouring experts have other powers of two. One token has no expert; its row is NaN, unless the scale
-    of the tensor would be. Expert 1 of several has no token, and the last choice repeats an expert.
+    The hidden steps have a single result: gates are from 16 on, an activation has few bits, and a row of w2 has one
+    number. Matrices of neighbouring experts have different powers of two. One token has no expert; its row is NaN,
+    unless the scale of the tensor would be. Expert 1 of several has no token, and the last choice repeats an expert.
     """
     tokens, columns, experts, hidden, choices = (sizes[n] for n in ("tokens", "K", "experts", "F", "choices"))
     kinds = {argument.kind: argument for argument in program.arguments}

@@ -1,4 +1,4 @@
-"""Judging contracts of a group of processes: each rank calls the method of the backend, and all results are judged.
+"""Judging contracts of a group of processes: all ranks call the method of the backend, and all results are judged.
 
 Results of ranks with equal bytes are judged once. A result that belongs to a stripe of rows, and wrong bytes that no
 change explains on all rows, are judged stripe by stripe: rank j reduces stripe j: its mistakes lie in stripe j.
@@ -35,7 +35,7 @@ from narrowgauge.spec.quantized import PARTS, Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 RANKS_DIFFER = "ranks-differ"
-"""The cause of results that should be equal on all ranks and are not."""
+"""The cause of results with wrong differences between ranks."""
 STRIPES_EXCHANGED = "stripes-exchanged"
 """The cause of stripes of rows in the place of a wrong stripe."""
 OTHER_SLICES = "other-slices"
@@ -55,7 +55,7 @@ class _Call:
 def judge_ranks(
     case: ContractCase, inputs: Inputs, backend: Backend, program: Program, others: list[Change]
 ) -> Outcome:
-    """Run the method on all ranks, and judge their results. `others`: other values of the fields of the contract.
+    """Run the method on all ranks, and judge their results. `others`: changed values of the fields of the contract.
 
     Raises BackendError and Unsupported, as the backend does, and BackendError for results that do not fit.
     """
@@ -93,7 +93,7 @@ def judge_ranks(
 
 
 def _tensors_of(case: ContractCase, tensors: Tensors, rank: int) -> Tensors:
-    """The tensors that a rank is given, by the names of the parameters and of the parts of quantized ones."""
+    """The tensors of a rank, by the names of the parameters and of the parts of quantized parameters."""
     found: Tensors = {}
     for name, (kind, _, _) in case.declared.tensors.items():
         own = tensors.get(f"{name}.{rank}" if kind.endswith("Ranks") else name)
@@ -130,7 +130,7 @@ def _gathered(program: Program) -> bool:
 
 
 def _returned(program: Program) -> Program:
-    """The program with the results as a rank returns them."""
+    """The program with the results of a rank."""
     if _gathered(program):
         return replace(program, outputs={"quantized": next(iter(program.outputs.values()))})
     whole = {name: number for name, number in program.outputs.items() if name != OWN_STRIPE}
@@ -138,7 +138,8 @@ def _returned(program: Program) -> Program:
 
 
 def _calls(program: Program, tensors: Tensors, results: Sequence[Tensors]) -> Iterator[_Call]:
-    """The results of all ranks, equal ones once. Raises TypeError and ValueError for results that do not fit."""
+    """The results of all ranks, without repetition of equal results. Raises TypeError and ValueError for results that
+    do not fit."""
     ranks, rows = len(results), next(iter(tensors.values())).shape[0]
     seen: list[dict[str, bytes]] = []
     for rank, result in enumerate(results):
@@ -175,7 +176,7 @@ def _stripe_of_rank(program: Program, tensors: Tensors, shown: Shown, rows: slic
 
 
 def of_stripe(program: Program, tensors: Mapping[str, torch.Tensor], rows: slice) -> Tensors:
-    """The inputs of some rows."""
+    """The inputs of the given rows."""
     axis = program.arguments[0].axes[:1]
     return {a.name: tensors[a.name][rows] if a.axes[:1] == axis else tensors[a.name] for a in program.arguments}
 

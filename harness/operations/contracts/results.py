@@ -27,9 +27,9 @@ _STORED = ("codes", "scales", "amax", "transposed")
 def named_results(
     program: Program, tensors: Mapping[str, torch.Tensor], result: Any
 ) -> dict[str, torch.Tensor | Quantized | Stored]:
-    """The outputs that a kernel shows, by name.
+    """The shown outputs of a kernel, by name.
 
-    `result`: a tensor; a tuple of all outputs in the order of the contract; or a mapping by name, which may leave out
+    `result`: a tensor; a tuple of all outputs in the order of the contract; or a mapping by name, also without some
     outputs. A quantization is a `Quantized`, or codes and scales, and the amax if the recipe has one. Raises TypeError
     and ValueError for results that the contract does not have, with the name of the result.
     """
@@ -82,7 +82,7 @@ def fitting(method: str) -> Iterator[None]:
 def result_tensors(program: Program, result: Any) -> dict[str, torch.Tensor]:
     """The tensors of a result of `named_results` by name, as the kernel stored them.
 
-    Raises TypeError for anything but a tensor, and ValueError for another number of results.
+    Raises TypeError for anything but a tensor, and ValueError for a wrong number of results.
     """
     found: dict[str, torch.Tensor] = {}
     if isinstance(result, Cache):
@@ -147,7 +147,7 @@ def stored_results(program: Program, shown: Shown) -> dict[str, torch.Tensor]:
 
 
 def has_rows(program: Program) -> bool:
-    """Whether each row of the first argument gives a row of every result, without the other rows."""
+    """Whether a row of the first argument alone determines a row of every result."""
     axis = program.arguments[0].axes[:1]
     for number in program.outputs.values():
         step = program.steps[number]

@@ -31,24 +31,24 @@ from narrowgauge.spec.program import HALF, OF_TOKENS, SCORES, Program
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 _FAR, _FAR_E2M1 = -448.0, -384.0
-"""Logits in base 2 whose weight is 0 in float32: an E4M3 number, and an E2M1 number times 64."""
+"""Logits in base 2 with a weight of 0 in float32: an E4M3 number, and an E2M1 number times 64."""
 _WHOLE = 2.0**-20
 """Distance of a logit in base 2 from an integer, relative, that a scale of float32 may have."""
 _ONE = 32
 """Columns of a block of every recipe."""
 _PINNED = 16
-"""Keys that hold the largest logit of a row once."""
+"""Number of consecutive keys of which a single key has the largest logit of a row."""
 
 
 # ---- weights of a row ------------------------------------------------------------------------------------------------
 
 
 Keys = list[int]
-"""The keys that a row sees, in order."""
+"""The visible keys of a row, in order."""
 
 
 def _top(draw: Draw) -> float:
-    """The logit of a single key, which is the log-sum-exp in base 2."""
+    """The logit of a single key, equal to the log-sum-exp in base 2."""
     return (1.0, 4.0, -8.0)[draw.index(3)]
 
 
@@ -64,7 +64,7 @@ def _ends(draw: Draw, keys: Keys, page: int) -> Mapping[int, float]:
 
 
 def _some(draw: Draw, keys: Keys, count: int) -> Keys:
-    """Different keys, with the last one."""
+    """Different keys, with the last key."""
     return [keys[-1], *(keys[place] for place in draw.words(len(keys) - 1).argsort()[: count - 1].tolist())]
 
 
@@ -106,7 +106,8 @@ class _Rule:
     """The inputs of a family."""
 
     logits: Callable[[Draw, Keys, int], Mapping[int, float]] | None = None
-    """Logits in base 2 of a few keys, from the visible keys of a row and the tokens of a page; other weights are 0.
+    """Logits in base 2 of a few keys, from the visible keys of a row and the tokens of a page; all further weights are
+    0.
     None: normal queries and keys."""
     whole: bool = False
     """Whether logits are integers in base 2 that are not all 0."""
@@ -189,7 +190,7 @@ _SIZES = ("queries", "q_heads", "dim", "requests", "most", "pages", "page", "hea
 
 
 def _split(draw: Draw, rows: int, requests: int, most: int) -> list[int]:
-    """Rows of each request: at least 1 and at most `most`, together `rows`, which fit."""
+    """Rows per request: at least 1 and at most `most`, together `rows`, which fit."""
     cuts = sorted((draw.words(rows - 1).argsort()[: requests - 1] + 1).tolist()) if rows > requests else range(1, rows)
     found = [last - first for first, last in zip([0, *cuts], [*cuts, rows], strict=True)]
     if max(found) > most:
@@ -204,7 +205,7 @@ def _logits(program: Program) -> tuple[int, int]:
 
 
 def _unit(program: Program, found: Mapping[str, torch.Tensor], dtype: str) -> float:
-    """The logit in base 2 of q = k = 1, of one dimension."""
+    """The logit in base 2 of q = k = 1, of a dimension."""
     one, single = torch.zeros(1, 1, _ONE), torch.ones(1, dtype=torch.int64)
     one[..., 0] = 1.0
     of_kind = {
@@ -219,7 +220,7 @@ def _unit(program: Program, found: Mapping[str, torch.Tensor], dtype: str) -> fl
 
 
 def _recipe(program: Program) -> Recipe:
-    """The recipe of the cache. Raises ValueError for one without attention."""
+    """The recipe of the cache. Raises ValueError for a program without attention."""
     recipe = find_recipe(next(step.options["recipe"] for step in program.steps if step.function == HALF))
     if not has_attention(recipe):
         raise ValueError(f"a cache of {recipe.name} has no inputs for {program.name}: FP8 with a given scale of the "

@@ -1,4 +1,4 @@
-"""Operands of products as a kernel gets them: transposed, with scales in a layout, and in batches."""
+"""Operands of products in the form of a kernel: transposed, with scales in a layout, and in batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def products_of(case: ContractCase, tensors: Tensors) -> Sequence[Tensors]:
 
 
 def stored_inputs(case: ContractCase, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """The tensors of the arguments in the memory that the case asks for."""
+    """The tensors of the arguments in the requested memory of the case."""
     codes = {argument.name: argument.of_codes for argument in case.program.arguments if argument.of_codes}
     caches = {argument.name for argument in case.program.arguments if argument.of_cache}
     found = {}

@@ -13,7 +13,8 @@ from narrowgauge.harness.backends.backend import BackendError
 from narrowgauge.harness.backends.module_driver import Step
 from narrowgauge.harness.backends.results import as_quantized
 from narrowgauge.harness.cases.layers import Layer
-from narrowgauge.harness.checks.bit_equality import equal_bits
+from narrowgauge.harness.checks.bit_equality import different_bits, equal_bits
+from narrowgauge.harness.checks.rotation_interval import rotated_interval
 from narrowgauge.harness.checks.stage import StageResult, merge_stages
 from narrowgauge.harness.operations.modules.delayed import DelayedStages, States
 from narrowgauge.harness.operations.modules.ground import Ground
@@ -23,6 +24,7 @@ from narrowgauge.harness.operations.stages.outcome import Product
 from narrowgauge.harness.operations.stages.output import output_stage
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.reference.bounds.bounds import Bounds
+from narrowgauge.reference.high_precision.bounded import Bounded
 from narrowgauge.spec.modules.training import TrainingRecipe
 from narrowgauge.spec.quantized import Half, Quantized
 from narrowgauge.spec.recipes import Recipe
@@ -80,14 +82,25 @@ class LinearStages:
         self._matrices: dict[str, Matrices] = {"w": self._weights}
         """The matrices of the roles, before quantization."""
         self._operands: dict[Operand, list[Quantized] | None] = {}
+        self._ends: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._certain: dict[Operand, torch.Tensor] = {}
+        """Rows of an operand that every right module has, bool; of an operand that is not here, all rows."""
+        self.unreported: dict[str, Bounded] = {}
+        """Products that were not reported, by name, of operands that every right module has."""
 
     @property
     def _training(self) -> TrainingRecipe:
         return self.plan.training
 
-    def forward(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Judge x·wᵀ + bias of `x` (M, K), or of an unknown input (None). Returns y (M, N), if reported."""
-        self._matrices["x"] = self._padded(x)
+    def forward(
+        self, x: torch.Tensor | None, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+    ) -> torch.Tensor | None:
+        """Judge x·wᵀ + bias of `x` (M, K), or of an input that nobody knows. Gives y (M, N), where it was reported.
+
+        `ends`: the least and the greatest number of each element of an input that was not reported. Outputs are judged
+        if their operands are the same for all numbers between.
+        """
+        self._matrices["x"], self._ends = self._padded(x), ends
         self.delayed.begin()
         bias = [self.step.parameters[name] for name in self.layer.biases] if self.plan.bias else None
         return self._products("y", "y", self.layer.outer, bias=bias)
@@ -151,9 +164,13 @@ class LinearStages:
         """Seed and offset of an operand; None if its recipe does not round stochastically."""
         if self._recipe(operand).rounding != "stochastic":
             return None
-        passes = self.step.number if self.ground.passes < 0 else self.ground.passes
-        seed, offset = self.plan.seed + self._seed_offset, 2 * passes
+        seed, offset = self.plan.seed + self._seed_offset, 2 * self._passes
         return operand.half.pick(((seed, offset), (seed, offset + 1)))
+
+    @property
+    def _passes(self) -> int:
+        """Backward passes before that of the step."""
+        return self.step.number if self.ground.passes < 0 else self.ground.passes
 
     def _pair(self, product: str) -> list[list[Quantized] | None]:
         """Both operands of a product, `_judged`."""
@@ -172,7 +189,15 @@ class LinearStages:
         oracles = None if matrices is None or unknown else self._oracles(operand, matrices, random)
         found = ground.seen(key)
         if found is None:
-            return None if own or (ground.free and recipe.transform is not None) else oracles
+            if own or (self.layer.groups and (matrices is None or recipe.transform is not None)):
+                return None
+            if matrices is None:
+                return self._between(operand, *self._ends()) if operand.role == "x" and self._ends else None
+            if ground.free and recipe.transform is not None:
+                return self._between(operand, *_rotated_ends(matrices[0], operand.half, recipe))
+            if oracles is not None and recipe.transform is None:
+                ground.known[f"the decoded {key}"] = partial(self._decoded, oracles, operand)
+            return oracles
         kernels = self._reported(operand, found)
         if matrices is None or oracles is None:
             ground.unseen[key] = None
@@ -190,6 +215,28 @@ class LinearStages:
         self._add(parts)
         ground.outcome.judged += judged
         return [one.kernel for one in judged]
+
+    def _between(self, operand: Operand, low: torch.Tensor, high: torch.Tensor) -> list[Quantized] | None:
+        """An operand of numbers between two ends; None if its scales, or all of its rows, are not the same for both."""
+        recipe = self._recipe(operand)
+        plain = replace(recipe, transform=None)
+        swap = low.abs() > high.abs()
+        across = low.signbit() != high.signbit()  # amaxes rise with magnitudes, codes with numbers
+        small = torch.where(swap, high, low).masked_fill(across, 0)
+        large = torch.where(swap, low, high)
+        if not bool(large.isfinite().all()):
+            return None
+        random = self._random(operand)
+        (one,), (other,) = (self._oracles(operand, [matrix], random, plain) for matrix in (small, large))
+        amaxes = [q.amax for q in (one, other) if q.amax is not None]
+        if not torch.equal(one.scales, other.scales) or (amaxes and not torch.equal(*amaxes)):
+            return None
+        values = [reference.dequantize(q) for q in (one, other)]
+        certain = ~different_bits(*values).any(1) & ~(across.T if operand.half is Half.COLUMN else across).any(1)
+        if not bool(certain.any()):
+            return None
+        self._certain[operand] = certain
+        return [replace(one, recipe=recipe)]
 
     def _decoded(self, kernels: list[Quantized], operand: Operand) -> torch.Tensor:
         """The values of the sections of an operand, as rows of its matrix before quantization."""
@@ -227,9 +274,14 @@ class LinearStages:
         return self.plan.layers.index(self.layer)
 
     def _oracles(
-        self, operand: Operand, matrices: Sequence[torch.Tensor], random: tuple[int, int] | None
+        self,
+        operand: Operand,
+        matrices: Sequence[torch.Tensor],
+        random: tuple[int, int] | None,
+        other: Recipe | None = None,
     ) -> list[Quantized]:
-        recipe = self._recipe(operand)
+        """The sections of an operand by its recipe, or by another one."""
+        recipe = other or self._recipe(operand)
         sizes = torch.tensor([len(matrix) for matrix in matrices], device=matrices[0].device)
         scale = None
         if recipe.tensor_scale == "given" and (given := self.delayed.scale(COLUMNS[operand.role])) is not None:
@@ -271,6 +323,11 @@ class LinearStages:
         found = self.ground.tensor(self.layer.prefix + name, (sum(self.sizes), width))
         if a is None or b is None or found is None:
             self.ground.unseen[self.layer.prefix + name] = None
+            if a is not None and b is not None and not self.layer.groups:
+                order = self.ground.order(a[0], b[0])
+                limits = bounds(a[0], b[0], out_dtype=self.plan.dtype, order=order)
+                error = limits.budget.masked_fill(limits.undetermined, torch.inf)
+                self.unreported[name] = Bounded(limits.centre, error)
             return found
         stages = []
         order = self.ground.order(a, b) if self.layer.groups else self.ground.order(a[0], b[0])
@@ -295,17 +352,32 @@ class LinearStages:
         ground, stage = self.ground, self._stage(name)
         dtype = torch.float32 if product == "dw" and self.plan.accumulate else self.plan.dtype
         limits = _cut(bounds(*pair, out_dtype=dtype, order=order, c=given["c"], bias=given["bias"]), len(output))
-        left = _first_rows(pair[0], len(output))
-        ground.outcome.products.append(
-            Product(
-                left, pair[1], given["c"], given["bias"], output, limits, order, stage,
-                lambda: dict(ground.known_tensors()), 1 if product == "dw" else ground.batches,
-            )
-        )  # fmt: skip
+        free = self._free(product, limits)
+        if free is None:
+            left = _first_rows(pair[0], len(output))
+            ground.outcome.products.append(
+                Product(
+                    left, pair[1], given["c"], given["bias"], output, limits, order, stage,
+                    lambda: dict(ground.known_tensors()), 1 if product == "dw" else ground.batches,
+                )
+            )  # fmt: skip
+        else:
+            limits = _freed(limits, free)
         result = output_stage(stage, output, limits, figures=ground.figures)
+        result.compared -= 0 if free is None else int(free.count_nonzero())
         if not result.passed:
             self._note_other_operands(result, product, number, pair, output, order, given)
         return result
+
+    def _free(self, product: str, limits: Bounds) -> torch.Tensor | None:
+        """The outputs of a product of which right modules may have other operands, bool (M, N); None if none has."""
+        left, right = (self._certain.get(operand) for operand in PRODUCTS[product])
+        free = torch.zeros_like(limits.exact)
+        if left is not None:
+            free |= ~left.unsqueeze(1)
+        if right is not None:
+            free |= ~right.unsqueeze(0)
+        return free if bool(free.any()) else None
 
     def _weight_gradients(self) -> None:
         a, b = self._pair("dw")
@@ -353,14 +425,17 @@ class LinearStages:
         order: Summation,
         given: dict[str, torch.Tensor | None],
     ) -> None:
-        """Causes of a wrong product of a section: operands of a different forward of the module, or a half quantized
-        from the first half."""
-        sources: dict[str, Callable[[Operand], Quantized | None]] = {
-            cause: partial(self._other_operand, other, number=number) for cause, other in self.ground.others.items()
-        }
+        """Whether a wrong product of a section is that of operands of another forward of the module, or of a half that
+        is made of the other half."""
+        sources: list[tuple[str, Callable[[Operand], Quantized | None]]] = [
+            (cause, partial(self._other_operand, other, number=number)) for cause, other in self.ground.others.items()
+        ]
         if stage.mismatches >= _TELLING:
-            sources["quantized-twice"] = partial(self._made_twice, number=number)
-        for cause, source in sources.items():
+            sources.append(("quantized-twice", partial(self._made_twice, number=number)))
+            sources.append(("operand-not-rotated", partial(self._unrotated, number)))
+            sources += [("recipe-of-another-operand", partial(self._by_recipe_of, role, number)) for role in COLUMNS]
+            sources += [(cause, partial(self._by_bits, offset, number)) for cause, offset in self._other_offsets()]
+        for cause, source in sources:
             pairs = list(zip(operands, map(source, PRODUCTS[product]), strict=True))
             for choice in ((0, 1), (1, 0), (1, 1)):
                 a, b = (pair[which] for pair, which in zip(pairs, choice, strict=True))
@@ -377,6 +452,40 @@ class LinearStages:
         if operand.half is Half.ROW or rows is None:
             return None
         return _twice_quantized(rows[number], self._recipe(operand))
+
+    def _by_recipe_of(self, role: str, number: int, operand: Operand) -> Quantized | None:
+        """A section of an operand by the recipe of the operand of another role."""
+        recipe, own = self._recipe(Operand(role, operand.half)), self._recipe(operand)
+        known = self._matrices.get(operand.role)
+        if known is None or recipe == own or recipe.tensor_scale == "given" or recipe.transform or own.transform:
+            return None
+        random = self._random(operand) if recipe.rounding == "stochastic" else None
+        if recipe.rounding == "stochastic" and random is None:
+            return None
+        return self._oracles(operand, known, random, recipe)[number]
+
+    def _unrotated(self, number: int, operand: Operand) -> Quantized | None:
+        """A section of an operand that is quantized without its rotation."""
+        recipe, known = self._recipe(operand), self._matrices.get(operand.role)
+        if known is None or recipe.transform is None:
+            return None
+        plain = self._oracles(operand, known, self._random(operand), replace(recipe, transform=None))
+        return replace(plain[number], recipe=recipe)
+
+    def _other_offsets(self) -> list[tuple[str, int]]:
+        """Wrong offsets of the random bits of the rowwise half, with their causes."""
+        passes = self._passes
+        others = dict.fromkeys(offset for offset in (0, 2 * passes - 2, 2 * passes + 2) if 0 <= offset != 2 * passes)
+        found = [("random-bits-of-another-backward", offset) for offset in others]
+        return [*found, ("random-offset-grows-by-one", passes)]
+
+    def _by_bits(self, offset: int, number: int, operand: Operand) -> Quantized | None:
+        """A section of an operand that is rounded by the random bits of another offset of the rowwise half."""
+        known, right = self._matrices.get(operand.role), self._random(operand)
+        if known is None or right is None or self._recipe(operand).transform is not None:
+            return None
+        random = right[0], offset + (operand.half is Half.COLUMN)
+        return None if random == right else self._oracles(operand, known, random)[number]
 
     def _other_operand(self, other: Step, operand: Operand, number: int) -> Quantized | None:
         """A section of an operand in a different forward: as reported; else the reference's own, for known matrices."""
@@ -447,12 +556,29 @@ def _twice_quantized(row: Quantized, recipe: Recipe) -> Quantized | None:
     return reference.quantize_both(reference.dequantize(row), recipe, rowwise=False)[1]
 
 
+def _rotated_ends(x: torch.Tensor, half: Half, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the greatest number of each element of a half of `x` (M, K) that is rotated in any order, at the
+    places of `x`; infinite if a sum may overflow."""
+    ends = rotated_interval(half.matrix(x).contiguous(), recipe)
+    low, high = (end.masked_fill(ends.undetermined, torch.inf) for end in (ends.lower, ends.upper))
+    return half.matrix(low).contiguous(), half.matrix(high).contiguous()
+
+
 def _first_rows(q: Quantized, rows: int) -> Quantized:
     """An operand without the rows of padding behind these rows; all rows have scales of their own, or no row has."""
     if q.shape[0] == rows:
         return q
     scales = q.scales if q.recipe.whole else q.scales[:rows]
     return replace(q, codes=q.codes[:rows], scales=scales, shape=(rows, q.shape[1]))
+
+
+def _freed(limits: Bounds, free: torch.Tensor) -> Bounds:
+    """Limits that accept every output where `free` is True."""
+    return replace(
+        limits, lower=limits.lower.masked_fill(free, -torch.inf), upper=limits.upper.masked_fill(free, torch.inf),
+        exact=limits.exact & ~free, undetermined=limits.undetermined | free,
+        budget=limits.budget.masked_fill(free, torch.inf),
+    )  # fmt: skip
 
 
 def _cut(limits: Bounds, rows: int) -> Bounds:

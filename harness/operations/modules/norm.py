@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,21 +40,26 @@ class NormStages:
         normalized = self.ground.high_precision(
             f"{self.layer.prefix}norm", self._shape, compute, operands, "norm", **given
         )  # fmt: skip
-        return self.linear.forward(normalized)
+        ends = None
+        if normalized is None and x is not None:
+            ends = partial(_ends, partial(compute, x, gamma, beta), self.ground.plan.dtype)
+        return self.linear.forward(normalized, ends)
 
     def backward(self, dy: torch.Tensor | None) -> torch.Tensor | None:
         """Judge the layer's backward, and the norm's backward on the result. Returns dx (M, K), if reported."""
         ground, prefix = self.ground, self.layer.prefix
         dnorm = self.linear.backward(dy, "dnorm")
+        dy_known = self.linear.unreported.get("dnorm") if dnorm is None else dnorm
         gamma, beta = self._parameters
-        operands = {"dy": dnorm, "x": self._x, "gamma": gamma}
+        bounded: dict[str, Any] = {"dy": dy_known} if isinstance(dy_known, Bounded) else {}
+        operands = {"x": self._x, "gamma": gamma} | ({} if bounded else {"dy": dnorm})
         results: Sequence[Bounded | None] = (None, None, None)
-        if dnorm is not None and self._x is not None:
-            results = norm_backward(dnorm, self._x, gamma, self.layer.norm, ground.plan.eps)  # type: ignore[arg-type]
-        given: dict[str, Any] = {**operands, "kind": self.layer.norm, "eps": ground.plan.eps}
+        if dy_known is not None and self._x is not None:
+            results = norm_backward(dy_known, self._x, gamma, self.layer.norm, ground.plan.eps)  # type: ignore[arg-type]
+        given: dict[str, Any] = {**operands, **bounded, "kind": self.layer.norm, "eps": ground.plan.eps}
 
         def judge(name: str, shape: tuple[int, ...], part: int) -> torch.Tensor | None:
-            compute = partial(_norm_gradient, part=part, kind=self.layer.norm, eps=ground.plan.eps)
+            compute = partial(_norm_gradient, part=part, kind=self.layer.norm, eps=ground.plan.eps, **bounded)
             return ground.high_precision(
                 prefix + name, shape, compute, operands, "norm-backward", expected=results[part], **given, part=part
             )
@@ -64,9 +69,10 @@ class NormStages:
             found = judge("dx", self._shape, 0)
         judge("dgamma", (self.layer.inner,), 1)
         if beta is not None:
+            sums: dict[str, Any] = {"formula": "column-sum", "rows": dnorm} if dnorm is not None else {}
             ground.high_precision(
-                f"{prefix}dbeta", (self.layer.inner,), column_sum, {"dy": dnorm}, "column-sum", expected=results[2],
-                rows=dnorm,
+                f"{prefix}dbeta", (self.layer.inner,), column_sum, {} if bounded else {"dy": dnorm},
+                expected=results[2], **sums,
             )  # fmt: skip
         return found
 
@@ -96,7 +102,14 @@ def _norm(x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None
     return norm_forward(x, gamma, beta, **options)
 
 
-def _norm_gradient(dy: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, *, part: int, **options: Any) -> Bounded:
+def _ends(compute: Callable[[], Bounded], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the greatest number of each element in a dtype."""
+    return compute().interval(dtype)
+
+
+def _norm_gradient(
+    dy: torch.Tensor | Bounded, x: torch.Tensor, gamma: torch.Tensor, *, part: int, **options: Any
+) -> Bounded:
     """The gradient of x (part 0) or of gamma (1)."""
     found = norm_backward(dy, x, gamma, **options)[part]
     assert found is not None

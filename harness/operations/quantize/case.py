@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from narrowgauge.harness.cases.axes import Axis, Tensors, block_columns, block_rows
-from narrowgauge.harness.cases.case import Case, rotation_problem, scales_problem, uneven, usual_block, view_problem
+from narrowgauge.harness.cases.case import Case, rotation_problem, scales_problem, usual_block, view_problem
 from narrowgauge.harness.cases.families import CODES, Family, Kind
 from narrowgauge.harness.cases.keys import (
     Dtype,
@@ -165,7 +165,8 @@ class QuantizeCase(MatrixCase):
     @classmethod
     def usual_shapes(cls, recipe: Recipe) -> list[tuple[int, ...]]:
         width = usual_block(recipe)[1]
-        more = [(5, uneven(width) + 3 * width // 4), (3, width + 1), (2, 3, 2 * width), (0, 2 * width)]
+        # 252, 248, 480: behind the last whole 16, 32, 64 and 128 columns lie different columns.
+        more = [(5, max(256, 4 * width) - width // 4), (3, width + 1), (2, 3, 2 * width), (0, 2 * width)]
         return [*super().usual_shapes(recipe), *more]
 
     def problem(self) -> str | None:

@@ -9,6 +9,8 @@ Cause = tuple[str, str]
 
 
 GIVES_EVERY_BYTE = "; gives every byte, but "
+FREE = "under it these inputs have almost any bytes"
+"""Doubt of a cause under which a case shows nothing."""
 """Words in the sentence of a cause that gives the bytes and is not certain; the reason follows."""
 
 

@@ -14,7 +14,7 @@ NATIVE = "native"
 
 @dataclass
 class BenchRow:
-    """A row of the table. A value that was not measured or does not apply is None. Columns: docs/schema.md."""
+    """A row of the table. A value not measured or not applicable is None. Columns: docs/schema.md."""
 
     operation: str
     recipe: str

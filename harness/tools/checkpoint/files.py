@@ -133,8 +133,8 @@ class Checkpoint:
 def open_checkpoint(path: str | Path, *more: str | Path, scales: str = "") -> Checkpoint:
     """The headers of a .safetensors or .gguf file, of several shards, or of all files of a folder.
 
-    A folder with `model.safetensors.index.json` has the shards that the index names; a name with another folder in it
-    is refused. `scales`: pattern of the names of scales, with {weight}. Raises CheckpointError for a missing or damaged
+    A folder with `model.safetensors.index.json` has the shards that the index names; a name with a folder inside is
+    refused. `scales`: pattern of the names of scales, with {weight}. Raises CheckpointError for a missing or damaged
     file, a tensor that lies in two files, an index with a missing shard, a folder without such a file, and a pattern
     without {weight}.
     """
@@ -304,7 +304,7 @@ class _Fields:
         return self.bytes(self.number("Q")).decode("utf-8", "replace")
 
     def value(self, kind: int, depth: int = 0) -> int | None:
-        """An integer of 32 bits; None for other types, which are skipped."""
+        """An integer of 32 bits; None for further types, which are skipped."""
         if kind == 4:
             return self.number("I")
         if kind == 8:

@@ -44,7 +44,7 @@ def by_cause(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def alike(findings: Iterable[Finding]) -> list[list[Finding]]:
-    """Findings of one severity and kind together, in the order of the first of each."""
+    """Findings of equal severity and kind together, in the order of their first finding."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.severity, finding.kind), []).append(finding)
@@ -71,7 +71,7 @@ class Finding:
     """First place, with the stored bytes."""
     expected: str = ""
     consequences: tuple[str, ...] = ()
-    """Sentences of findings that this one explains."""
+    """Sentences of findings explained by this finding."""
 
     @property
     def seen(self) -> str:

@@ -143,7 +143,7 @@ def in_bytes(checkpoint: Checkpoint, base: str, codes: StoredTensor) -> bool:
 
 def integer_layer(checkpoint: Checkpoint, base: str, codes: StoredTensor) -> IntegerLayer | Finding | None:
     """The matrix whose codes are `qweight` or `weight_packed`; a finding if a tensor of the matrix is missing; None for
-    a tensor of another format."""
+    a tensor of a different format."""
     tensors, config = checkpoint.tensors, checkpoint.config
     if in_bytes(checkpoint, base, codes):
         scales, zeros = (tensors.get(f"{base}.weight_{part}") for part in ("scale", "zero_point"))

@@ -1,4 +1,4 @@
-"""Judging a checkpoint: every layer alone, one after the other."""
+"""Judging a checkpoint: every layer alone, in order."""
 
 from __future__ import annotations
 

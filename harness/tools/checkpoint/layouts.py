@@ -126,7 +126,7 @@ def _from_ggml(blocks: torch.Tensor, layer: Layer) -> tuple[torch.Tensor, torch.
 
 @dataclass(frozen=True)
 class Missing:
-    """A tensor that the layout needs and the checkpoint lacks, or that fits no other tensor."""
+    """A tensor of the layout missing in the checkpoint, or without a matching tensor."""
 
     layer: str
     tensor: str
@@ -174,7 +174,7 @@ def used_names(layers: Iterable[Layer]) -> set[str]:
 
 
 def stray_scales(checkpoint: Checkpoint) -> Iterator[tuple[StoredTensor, StoredTensor]]:
-    """Weights of floating-point numbers with the scale that lies beside them."""
+    """Weights of floating-point numbers with a scale tensor."""
     for name, tensor in checkpoint.tensors.items():
         if name.endswith(".weight") and tensor.is_float and len(tensor.shape) > 1:
             found = _scales_of(checkpoint, name.removesuffix(".weight"))
@@ -223,7 +223,7 @@ def _packed(checkpoint: Checkpoint, base: str, codes: StoredTensor) -> Layer | M
 
 
 def _weight(checkpoint: Checkpoint, base: str, codes: StoredTensor) -> Layer | Missing | None:
-    """`weight` of ModelOpt (U8), DeepSeek or FP8; None for a tensor that is not quantized."""
+    """`weight` of ModelOpt (U8), DeepSeek or FP8; None for an unquantized tensor."""
     if codes.dtype.startswith("GGML_"):
         return _ggml(checkpoint, base, codes)
     if len(codes.shape) < 2 or in_bytes(checkpoint, base, codes):

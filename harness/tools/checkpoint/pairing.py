@@ -1,7 +1,7 @@
 """Whether block scales belong to the codes of their blocks.
 
 A scale is made from the largest magnitude of its block. So of two blocks with alike weights, the block with the larger
-scale has the smaller codes beside its largest code. Scales in another order, or of another matrix, do not show this.
+scale has the smaller codes beside its largest code. Scales in a wrong order, or of a wrong matrix, do not show this.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _sizes(codes: torch.Tensor, layer: Layer, width: int) -> torch.Tensor:
 
 
 def votes(sizes: torch.Tensor, own: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
-    """Runs in which the scales `other` fit the sizes, and better than `own`, and runs in which the fits differ.
+    """Runs with scales `other` that fit the sizes, and better than `own`, and runs with different fits.
 
     Scales fit if blocks with larger scales have smaller sizes. In a Fourier basis no scales fit: its window makes some
     blocks small and steep at once.

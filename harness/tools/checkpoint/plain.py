@@ -47,7 +47,7 @@ def activation_scales(checkpoint: Checkpoint) -> list[Finding]:
 
 
 def codes_as_numbers(name: str, weight: StoredTensor, scale: StoredTensor) -> Finding:
-    """The finding about a weight of floating-point numbers that has a scale beside it.
+    """The finding about a weight of floating-point numbers with a scale tensor.
 
     If every number is a number of E4M3, and the largest one is more than half of 448, the numbers are codes that were
     never multiplied by their scale.

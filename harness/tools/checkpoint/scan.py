@@ -22,7 +22,7 @@ from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32
 SLAB = 1 << 23
 """Bytes of codes that are read at once."""
 SAMPLE = 1 << 19
-"""Bytes of each slab whose codes are counted for the statistics."""
+"""Bytes of a slab with codes counted for the statistics."""
 _LARGEST_WEIGHT = 2688.0
 """Magnitude that a scale of 1 for the tensor allows in NVFP4. Larger weights are named in a warning."""
 _LARGEST_HALF = 65504.0
@@ -104,7 +104,7 @@ class Scan:
     empty_rows: _Count = field(default_factory=_Count)
     """Rows without a code other than 0 and -0."""
     empty_scales: tuple[float, float] = (math.inf, -math.inf)
-    """Smallest and largest ordinary scale of these rows, as stored: equal if one rule for zeros gives them."""
+    """Smallest and largest ordinary scale of these rows, as stored: equal if the same rule for zeros gives both."""
     pairing: Pairing = field(default_factory=Pairing)
     written: bool = False
     """Whether a code is neither 0 nor -0."""
@@ -193,7 +193,7 @@ class Scan:
     def _tops(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """bool, of the shape of the scales: blocks with a code that is not 0, and with a code of `least_top` or more.
 
-        None for one scale for the tensor, whose rows arrive in slabs.
+        None for a single scale of the tensor, whose rows arrive in slabs.
         """
         layer = self.layer
         height, width = layer.block
@@ -321,7 +321,7 @@ def findings_of(scan: Scan, tests: int) -> list[Finding]:
 
 
 def _add_empty_rows(scan: Scan, add: Callable[..., None]) -> None:
-    """A finding about rows without a code other than 0, in a matrix with other codes."""
+    """A finding about rows with only codes of 0, in a matrix with nonzero codes."""
     rows, name, total = scan.empty_rows, scan.layer.codes.name, scan.layer.shape[0]
     if scan.empty_scales[0] < scan.empty_scales[1]:
         text = "rows hold code 0 alone, under scales that differ: the codes were never written"
@@ -491,7 +491,7 @@ TESTS = 13
 
 
 def nibble_orders(scans: list[Scan], tests: int) -> list[tuple[Scan, Finding]]:
-    """Layers whose nibbles have another order than those of a sibling with the same inputs.
+    """Layers with a different order of nibbles than a sibling with the same inputs.
 
     Matrices that multiply the same vector, such as the projections q, k and v, have large weights in the same columns.
     Each byte votes by the sign of |low| - |high|, summed over the rows. If both matrices have one order, votes agree

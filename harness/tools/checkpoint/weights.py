@@ -1,11 +1,11 @@
-"""Judging codes and scales with the weights that they were made from, slab by slab.
+"""Judging codes and scales with their original weights, slab by slab.
 
-- Codes are judged given the stored scales. A code is right if some order of float32 operations gives it: the exact
+- Codes are judged given the stored scales. A code is right if any order of float32 operations gives the code: the exact
   quotient of weight and scale, times 1 ± `ROUNDINGS`·2^-24, rounds to it. A code that is right only with quotients
   rounded to the dtype of the weights (dialect mlx) gets a note. −0 equals 0, and blocks with scale 0 have no code to
   judge, because dialects differ in both (docs/dialects.md).
-- Block scales are compared with the scales of every dialect. If no dialect has them, they were given (calibrated), and
-  the codes under them are still judged.
+- Block scales are compared with the scales of every dialect. If no dialect has the scales, they were given
+  (calibrated), and the codes under these scales are still judged.
 - The decoded matrix must be nearer to the weights than a matrix of zeros is.
 """
 
@@ -106,7 +106,7 @@ class _Judged:
     order: str = ""
     """Other order of the nibbles, in words, with which the codes of the first wrong slab are right."""
     tensor_form: str = ""
-    """Form of the tensor scale, such as `amax/448`, if it is no form of a layout."""
+    """Form of the tensor scale, for example `amax/448`, if no form of a layout."""
     signal: float = 0.0
     error: float = 0.0
     scales: int = 0

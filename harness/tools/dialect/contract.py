@@ -19,7 +19,8 @@ from narrowgauge.spec.program import HIDDEN, Program
 from narrowgauge.spec.quantized import Quantized
 
 FIRST = ("normal", "ladder", "position")
-"""Families to which the fields are fitted; all others confirm them, and show fields that these families do not."""
+"""Families to which the fields are fitted; all further families confirm the fields, and show fields invisible in these
+families."""
 
 Fields = Mapping[str, Any]
 """Values of the fields of a contract by name."""

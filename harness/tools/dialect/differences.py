@@ -109,7 +109,7 @@ def classified(rules: Rules, rule: Recipe) -> list[Difference]:
 
 
 _Class = tuple[str, torch.Tensor, Callable[[int, int], str]]
-"""A class, where bytes differ by it, and the description of a place."""
+"""A class, bool: bytes differ by the class, and the description of a place."""
 
 
 def _of_scales(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:

@@ -1,7 +1,7 @@
-"""The bytes of a quantizer on every input family, stacked to one matrix for each dtype.
+"""The bytes of a quantizer on every input family, stacked to a matrix per dtype.
 
-A stack has the inputs one below the other. A tensor scale becomes a number for each row, so that the reference computes
-a rule on all inputs at once.
+A stack has the inputs joined along the rows. A tensor scale becomes a number per row: the reference computes a rule on
+all inputs at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Given:
 
 @dataclass
 class Stack:
-    """All inputs of a dtype that the backend quantized, and the bytes that it gave."""
+    """All inputs of a dtype quantized by the backend, and the resulting bytes."""
 
     names: list[str]
     """Name of each input: family and dtype."""
@@ -59,7 +59,7 @@ class Stack:
     given: torch.Tensor | None = None
     """Given encode scales, float32 (n,), of delayed scaling."""
     tensor_scale: torch.Tensor | None = None
-    """Tensor scales that the backend shows, float32, one for each input or row; None if it shows none."""
+    """Shown tensor scales of the backend, float32, a scale per input or row; None if not shown."""
 
     @property
     def height(self) -> int:
@@ -161,7 +161,7 @@ def _stacked(recipe: Recipe, parts: dict[str, list[Stack]], skipped: list[str]) 
 
 
 def _equal_signs(x: torch.Tensor, codes: torch.Tensor, recipe: Recipe) -> int:
-    """Elements whose code has the sign of the element, of those that are not 0 or NaN and have another code than ±0."""
+    """Elements with a code of the element's sign, among elements that are not 0 or NaN, with nonzero codes."""
     sign = recipe.element.sign_code
     seen = (x != 0) & ~x.isnan() & ((codes & (sign - 1)) != 0)
     return int((((codes & sign) != 0) == x.signbit())[seen].sum())

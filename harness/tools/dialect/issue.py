@@ -148,7 +148,7 @@ def _shows(
 
 
 def _printed(fit: Fit, stage: str, row: int, column: int) -> str:
-    """A line that prints the bits that the issue calls actual."""
+    """A line that prints the actual bits of the issue."""
     recipe = find_recipe(fit.recipe)
     if stage == "scales":
         place = f"q.scales[{row}, {column}]"

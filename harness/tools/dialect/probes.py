@@ -1,7 +1,7 @@
 """Further inputs that separate rules: block amaxes and elements at the boundaries of rounding, under any tensor amax.
 
 The input families have a single mantissa for the tensor amax where block scales are on ties. Orders of operations that
-differ in the last bit of a scale need other tensor amaxes, and numbers that are several ulps from a tie.
+differ in the last bit of a scale need different tensor amaxes, and numbers several ulps from a tie.
 """
 
 from __future__ import annotations

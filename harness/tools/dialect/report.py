@@ -110,7 +110,7 @@ def save(fit: Fit, path: Path, backend: str) -> str:
 
 
 def rows(fit: Fit) -> list[dict[str, Any]]:
-    """For each input the bytes that differ from the nearest dialect, and from the rule."""
+    """Numbers of bytes different from the nearest dialect, and from the rule, by input."""
     found = []
     for index_of_stack, stack in enumerate(fit.observed.stacks):
         unequal = [

@@ -39,7 +39,7 @@ SCALE_FIELDS = tuple(name for name in CHOICES if name not in ELEMENT_FIELDS)
 _STEP = 5
 """Every row with this distance serves the first choice among many rules: odd, because rows of inputs have patterns."""
 _KINDS = (1.0, 0.0, torch.inf, torch.nan)
-"""A number of each kind of scaled elements that the special codes distinguish."""
+"""A number per kind of scaled elements with a special code of its own."""
 _INFINITY_BITS = 0x7F800000
 _SIGN_BIT = -(1 << 31)
 """Sign of a float32 number as int32."""
@@ -87,7 +87,7 @@ def raw(codes: torch.Tensor) -> torch.Tensor:
 
 
 class Rules:
-    """Rules on the inputs of an observed backend. Results are cached by the fields that decide them."""
+    """Rules on the inputs of an observed backend. Results are cached by the fields with an influence on them."""
 
     def __init__(self, observed: Observed) -> None:
         self.observed = observed
@@ -127,7 +127,7 @@ class Rules:
         return self._blocks[key]
 
     def tensor_scales(self, number: int, recipe: Recipe) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Tensor scales of a stack, one for each input or row, and where the rule refuses the amax."""
+        """Tensor scales of a stack, a scale per input or row; bool: the rule refuses the amax."""
         if recipe.tensor_scale == "none":
             return None, None
         stack = self.observed.stacks[number]
@@ -275,7 +275,7 @@ class Rules:
         )
 
     def ordinary_code_score(self, recipe: Recipe, stacks: slice = slice(None)) -> Score:
-        """`sampled_code_score` of the elements that are finite before they are rounded.
+        """`sampled_code_score` of the elements with finite scaled values.
 
         The codes of all others have choices of their own, which would hide the form and the rounding.
         """

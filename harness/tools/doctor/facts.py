@@ -104,7 +104,7 @@ def _verified() -> list[Fact]:
 
 
 def _architecture() -> str | None:
-    """sm_90 for compute capability 9.0. None without a GPU that torch can use."""
+    """sm_90 for compute capability 9.0. None without a GPU usable by torch."""
     try:
         import torch
 

@@ -1,8 +1,8 @@
 """Largest errors of the approximate functions of a GPU, on all 2^32 float32 arguments.
 
 A function is judged for normal arguments and zeros with a normal result. Exact results are float64 numbers of torch,
-off by at most 4 ulp of 2^-52. Results that round to subnormal numbers are counted apart: some functions flush them to
-0. A result that rounds to 0 is neither subnormal nor flushed.
+off by at most 4 ulp of 2^-52. Results that round to subnormal numbers are counted apart: a few functions flush
+subnormal numbers to 0. A result that rounds to 0 is neither subnormal nor flushed.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Step:
 
 
 def initialize(folder: Path, action: str = "") -> list[Step]:
-    """Write the files into `folder`, which is made if it does not exist.
+    """Write the files into `folder`; a missing folder is made.
 
     `action`: the GitHub action in the workflow, `owner/repository@ref`; empty: the repository that narrowgauge was
     installed from. Raises InitError if a file cannot be written.
@@ -149,7 +149,7 @@ def _has_section(path: Path, section: str) -> bool:
 
 
 def _told(folder: Path, name: str, section: str, template: str) -> Step:
-    """Name the lines for a file of the user, unless it has them."""
+    """Name the missing lines for a file of the user."""
     if "narrowgauge_cases" in _text(folder / name):
         return Step(name, "unchanged")
     lines = "\n".join(f"    {line}" for line in template.splitlines()[1:])
@@ -157,7 +157,7 @@ def _told(folder: Path, name: str, section: str, template: str) -> Step:
 
 
 def _ignored(folder: Path) -> Step:
-    """Lines of .gitignore. A line that ignores the whole folder of reports would ignore the baselines with it."""
+    """Lines of .gitignore. A line that ignores the whole folder of reports would also ignore the baselines."""
     name, added = ".gitignore", "\n".join(f"    {line}" for line in IGNORED)
     if not (folder / name).exists():
         return _write(folder, name, "".join(f"{line}\n" for line in IGNORED))

@@ -1,4 +1,5 @@
-"""Known mistakes of operations, run as kernels: each must fail a case, and the report must name it."""
+"""Known mistakes of operations, run as kernels: every deviation must fail a case, and the report must name the
+deviation."""
 
 from __future__ import annotations
 

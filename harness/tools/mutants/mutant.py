@@ -17,7 +17,7 @@ from narrowgauge.spec.modules.training import training_recipe
 from narrowgauge.spec.recipes import find_recipe
 
 MUTANTS = Path(__file__).parents[4] / "tests" / "mutants" / "kernels"
-"""Folder of a checkout with the files of mutants. The wheel lacks it: it has the kernels, and no changes of them."""
+"""Folder of a checkout with the files of mutants. The wheel lacks it: the module has the kernels without changes."""
 CLASSES = (
     "element rounding", "element scaling", "element range", "block scale", "tensor scale", "power-of-two scale",
     "zeros and limits", "amax", "NaN", "rotation", "stochastic rounding", "choice of 4 or 6", "tails and sections",
@@ -70,7 +70,7 @@ class Mutant:
     """Recipe for the conventional tests: `recipe`, `recipe+w_recipe`, or the training recipe of a module. May be
     empty."""
     cases: str = ""
-    """Keyword expression: selects the cases that the change affects, among the cases that run the file. Empty: all."""
+    """Keyword expression: selects the affected cases of the change, among the cases that run the file. Empty: all."""
     equivalent: str = ""
     """Why no result differs, for a mutant that no test can detect."""
     url: str = ""

@@ -49,10 +49,9 @@ def run_mutants(
 ) -> list[MutantResult]:
     """Run every mutant on the cases that its change affects. Returns the results in the order of the mutants.
 
-    `recorded`: results of an earlier search. Its cases run first, and if all of them fail the mutant ends with them.
-    The conventional tests run only for mutants that are not recorded. Each mutant has its own processes, which do not
-    write to the cache of compiled kernels.
-    `on_result` is called for every result, from any thread.
+    `recorded`: results of an earlier search. These cases run first; if all fail, the mutant ends.
+    The conventional tests run only for mutants that are not recorded. A mutant has its own processes, which do not
+    write to the cache of compiled kernels. `on_result` is called for every result, from any thread.
     """
     settings = Settings(workers=workers, timeout=timeout)
     starter()  # in this thread: the system ends it with the thread that starts it
@@ -69,7 +68,7 @@ def run_mutants(
 
 
 class _RealKernels:
-    """Which cases pass with the real kernels. Every case runs once, whatever the number of mutants that fail it."""
+    """Which cases pass with the real kernels. Every case runs once, for any number of failing mutants."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -145,7 +144,7 @@ def _judge(
 
 
 def _in_order(mutant: Mutant, first: Sequence[Case], cases: Sequence[Case]) -> Iterator[Case]:
-    """`first`, and then the other cases that the mutant affects. They are selected only if the caller asks for them:
+    """`first`, and then the remaining affected cases of the mutant. They are selected only if the caller asks for them:
     the selection reads the names of all cases."""
     yield from first
     yield from (case for case in selected(mutant, cases) if case not in first)

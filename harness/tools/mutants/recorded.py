@@ -1,5 +1,5 @@
-"""Recorded results of an earlier search: a few cases that fail under each mutant, which run first, and the conventional
-tests that detect the mutant."""
+"""Recorded results of an earlier search: a few failing cases per mutant, which run first, and the conventional tests
+that detect the mutant."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write(
 ) -> None:
     """Replace the entries of `results` by their cheapest failing cases, and drop names that are not in `mutants`.
 
-    Cases whose first cause is an expected one come before others. A case costs the compilation of the changed kernels
+    Cases with an expected first cause come first. A case costs the compilation of the changed kernels
     first, and then the processor time of its judge.
     """
     by_name = {case.id: case for case in cases}

@@ -45,7 +45,7 @@ _TYPICAL = 13
 
 
 def selected(mutant: Mutant, cases: Iterable[Case]) -> list[Case]:
-    """Cases affected by the mutant, ordered so that the first few differ in every respect.
+    """Cases affected by the mutant, in an order with the greatest variety in front.
 
     Round robin over operation, recipe and input family, in an order drawn from a hash of their names. Within a group
     sizes near a typical size come first, and empty cases last.

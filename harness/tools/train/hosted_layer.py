@@ -1,4 +1,4 @@
-"""Layers of a backend in a kernel host. This process keeps their weights, and gives them to the host in each step."""
+"""Layers of a backend in a kernel host. This process keeps the weights, and sends them to the host in every step."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class LossFigure:
 
 
 def loss_figure(trainings: Sequence[Training], entropy: float, steps: int) -> LossFigure:
-    """A panel for each recipe, with the high-precision curves in each. Losses that are not finite are omitted."""
+    """A panel per recipe, all with the high-precision curves. Losses that are not finite are omitted."""
     losses = [step.loss for training in trainings for step in training.steps if math.isfinite(step.loss)]
     top = max([*losses, entropy]) * 1.02
     high_precision = [training for training in trainings if training.task.recipe is None]

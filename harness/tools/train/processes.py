@@ -1,5 +1,5 @@
-"""Concurrent trainings. Each has a judge process, which runs the backend's layers in a kernel host. The end of a host
-costs only the remaining steps of its training."""
+"""Concurrent trainings. A training has a judge process, which runs the backend's layers in a kernel host. The end of a
+host costs only the remaining steps of its training."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def run_session(
     written.
 
     The report is written after every training and marks unfinished trainings. A console that is no terminal gets a line
-    for each finished training.
+    per finished training.
     """
     from rich.console import Console as Terminal
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PAGE = "index.html"
 HIGH_PRECISION = "high precision"
 SHORT = "unsupported"
-"""Outcome whose mark and colour a training has that is right and too short to learn: no verdict on its kernels."""
+"""Outcome with the mark and colour of a training that is right and too short to learn: no verdict on its kernels."""
 SHOWN = 5
 """Wrong stages of a training that are printed."""
 COLUMNS = ("recipe", "layers", "final loss", "apart", "steps", "agree", "stages", "elements", "time")
@@ -38,7 +38,7 @@ def name(training: Training) -> str:
 
 
 def line(training: Training) -> str:
-    """A finished training as a line: final loss, what was judged and how much of it is wrong, its time."""
+    """A finished training as a line: final loss, judged elements and wrong elements, its time."""
     parts = [f"final loss {text.number(training.final) or 'none'}"]
     if training.judged:
         stages, wrong = (sum(getattr(step, count) for step in training.steps) for count in ("stages", "mismatches"))

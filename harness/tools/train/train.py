@@ -71,8 +71,8 @@ def train(task: TrainingTask, hosts: Channel | None = None, workers: int = 1) ->
     """Steps of a training. The layers of the backend run in a kernel host. This process has the weights, the rest of
     the model and the optimizer, and judges the layers.
 
-    `hosts`: channel to a starter, None for that of this process. `workers`: number of
-    trainings that share the cores. Raises BackendError if the backend raises, its host ends, or it has no such layer.
+    `hosts`: channel to a starter, None: the starter of this process. `workers`: number of
+    trainings that share the cores. Raises BackendError if the backend raises, its host ends, or the layer is missing.
     """
     settings = HostSettings(task.backend, task.device, workers=workers)
     with closing(hosts or Channel(starter().connect())) as channel:

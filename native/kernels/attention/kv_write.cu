@@ -6,7 +6,7 @@
 //                    head. With an encode scale: of x * scale
 //   CACHE_FP8_TOKEN  s = max(amax, smallest_amax) * fl(1/448) of a token and head, stored; E4M3 of x * fl(1/s)
 //   CACHE_INT8_TOKEN s = max(amax, smallest_amax) / 127 of a token and head, stored; whole numbers of x / s or x * fl(1/s), nearest even
-//   CACHE_NVFP4      block scales max(amax * (fl(1/s) * fl(1/6)), 2^-6) in E4M3, s given; E2M1 of x * fl(fl(1/scale) * fl(1/s)); of x / s * fl(1/scale)
+//   CACHE_NVFP4      block scales max(amax / s / 6, 2^-6) in E4M3, s given; E2M1 of x * fl(fl(1/scale) * fl(1/s)); of x / s * fl(1/scale)
 //                    for s below 2^-60 or above 2^60
 //   Launch: kv_write_TYPE with a thread for 16 elements of a row of keys and of values, 256 threads, ceil(tokens * heads * chunks / 256)
 //           blocks
@@ -190,8 +190,7 @@ __device__ __forceinline__ void encode_token(const KvWriteParameters& p, const K
 // The scale of a block of NVFP4, and the codes in the first two words. NaN has the code 12, and its block the scale NaN.
 __device__ __forceinline__ void encode_nvfp4(const KvRows& rows, const Chunk& chunk, const Cell& cell, float scale,
                                              float (&v)[CHUNK], u32 (&words)[CHUNK / 4]) {
-    // One factor has both reciprocals. Its range keeps the products of finite numbers from NaN. A division takes as long as six
-    // products.
+    // One factor has both reciprocals. Its range keeps the products of finite numbers from NaN.
     const bool joined = scale >= 0x1p-60f && scale <= 0x1p60f;
     if (!joined) {
         for (int i = 0; i < CHUNK; ++i) v[i] /= scale;
@@ -199,10 +198,10 @@ __device__ __forceinline__ void encode_nvfp4(const KvRows& rows, const Chunk& ch
     u32 amax = 0;
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) update_amax(v[i], amax_limit(true), amax);
-    const float reciprocal = joined ? 1.0f / scale : 1.0f, unrounded = __uint_as_float(amax) * (reciprocal * (1.0f / 6.0f));
+    const float unrounded = __uint_as_float(amax) / (joined ? scale : 1.0f) / 6.0f;
     const u8 stored = e4m3_from_float(unrounded < 0x1p-6f ? 0x1p-6f : unrounded);
     static_cast<u8*>(rows.target.scales)[scale_index(rows.target, cell, chunk.column / CHUNK)] = stored;
-    const float factor = 1.0f / e4m3_to_float(stored) * reciprocal;
+    const float factor = 1.0f / e4m3_to_float(stored) * (joined ? 1.0f / scale : 1.0f);
 #ifdef HAS_E2M1_BY_ADDITION
     words[0] = e2m1x8_of_products<ANY_PRODUCTS>(v, factor);
     words[1] = e2m1x8_of_products<ANY_PRODUCTS>(v + CHUNK / 2, factor);

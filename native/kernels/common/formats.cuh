@@ -524,18 +524,17 @@ __device__ __forceinline__ u8 e8m0_from_float(float x, u32 up_from, int less) {
         return static_cast<u8>(ptx::cvt_rp_satfinite_ue8m0x2_f32(x, 0.0f));
     }
 #endif
-    const u32 bits = __float_as_uint(x);
-    // Subnormal numbers from 2^-127 on have a mantissa of 22 bits. Smaller ones have code 0, also after rounding.
-    const u32 subnormal = bits >= 0x00400000u ? bits << 1 : 0u;
-    const u32 mantissa = (bits < 0x00800000u ? subnormal : bits) & 0x007FFFFFu;
-    const int code = static_cast<int>((bits >> 23) + (mantissa >= up_from ? 1u : 0u)) - less;
+    // A mantissa from up_from on carries into the exponent. A subnormal number from 2^-127 on, twice, has the form of a normal
+    // number, whose code is one larger. Smaller ones have code 0, also after rounding.
+    const u32 bits = __float_as_uint(x), subnormal = bits < 0x00800000u ? 1u : 0u;
+    const int code = static_cast<int>(((bits << subnormal) + (0x00800000u - up_from)) >> 23) - static_cast<int>(subnormal) - less;
     const int limited = code > 254 ? 254 : code < 0 ? 0 : code;
     return static_cast<u8>(bits > FLOAT_INF_BITS ? 255 : limited);
 }
 
 // 2^(code - 127). Code 0 is a subnormal number, code 255 NaN.
-__device__ __forceinline__ float e8m0_to_float(u8 code) {
-    const u32 bits = code == 0u ? 0x00400000u : static_cast<u32>(code) << 23;
+__device__ __forceinline__ float e8m0_to_float(u32 code) {
+    const u32 bits = code == 0u ? 0x00400000u : code << 23;
     return __uint_as_float(code == 0xFFu ? 0x7FC00000u : bits);
 }
 

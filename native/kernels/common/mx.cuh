@@ -22,7 +22,7 @@ __device__ __forceinline__ u8 mx_scale(float amax, int order, u32 up_from) {
 
 // 1/scale, exact: 2^(127 - code). Code 254 gives the subnormal number 2^-127, code 255 NaN.
 __device__ __forceinline__ float mx_element_factor(u8 scale) {
-    return e8m0_to_float(static_cast<u8>(scale == 0xFFu ? 0xFFu : 254u - scale));
+    return e8m0_to_float(scale == 0xFFu ? 0xFFu : 254u - scale);
 }
 
 }  // namespace narrowgauge

@@ -219,12 +219,10 @@ constexpr int SELECT_COMPLEMENT = 0x35;  // and its complement
 // and truncating then rounds ties to even:
 // the ties 1/4, 5/4, 5/2 and 5, which round down, go to the next smaller number. The ties that round up, 3/4, 7/4 and 7/2, are
 // 1.5 or 1.75 times a power of two, and not 1 or 1.25 times: the first operation moves numbers with a mantissa from 4/3 on one
-// ulp up, the second moves all numbers down. Checked for every float32 number below 7. `exact`: the factor is a power of two
-// from 2^-100 to 2^100, which leaves the first operation as it is, so that both products are one.
-__device__ __forceinline__ float nudge_ties(float x, float factor, bool exact) {
-    if (!exact) x *= factor;
-    const float nudged = __fmaf_rn(x, 0x1.8p-25f, x);
-    return __fmul_rz(nudged, exact ? 0x1.fffffep-15f * factor : 0x1.fffffep-15f);
+// ulp up, the second moves all numbers down. Checked for every float32 number below 7.
+__device__ __forceinline__ float nudge_ties(float x, float factor) {
+    x *= factor;
+    return __fmul_rz(__fmaf_rn(x, 0x1.8p-25f, x), 0x1.fffffep-15f);
 }
 
 // Which products of a number and a factor a conversion accepts: numbers below 7, or below 8 with stochastic rounding, or also
@@ -243,10 +241,10 @@ __device__ __forceinline__ u32 saturate_pair(u32 pair) {
 #endif
 }
 
-// Codes of the products of eight numbers and a factor, nearest even. `exact`: as of nudge_ties.
+// Codes of the products of eight numbers and a factor, nearest even.
 template <Products PRODUCTS>
-__device__ __forceinline__ u32 e2m1x8_of_products(const float* v, float factor, bool exact = false) {
-    const auto nudged = [&](float number) { return nudge_ties(number, factor, exact); };
+__device__ __forceinline__ u32 e2m1x8_of_products(const float* v, float factor) {
+    const auto nudged = [&](float number) { return nudge_ties(number, factor); };
     u32 even[2], odd[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -332,17 +330,13 @@ __device__ __forceinline__ void store_codes(const PackedE2m1& codes, u8* target)
 }
 
 // Codes of the products of 16 numbers and a factor: nearest even, or, if `random` is not null, rounded stochastically with four
-// random words (e2m1x16_stochastic). `power`: the factor is a power of two or NaN.
+// random words (e2m1x16_stochastic).
 template <PackOrder ORDER = ADJACENT>
-__device__ __forceinline__ PackedE2m1 e2m1x16_of_products(const PackedBf16& x, float factor, const u32 (*random)[4],
-                                                          [[maybe_unused]] bool power = false) {
+__device__ __forceinline__ PackedE2m1 e2m1x16_of_products(const PackedBf16& x, float factor, const u32 (*random)[4]) {
     float v[16];
 #ifdef HAS_E2M1_BY_ADDITION
     if (random == nullptr) {
         unpack_ordered_floats<ORDER>(x, v);
-        if (power && factor >= 0x1p-100f && factor <= 0x1p100f) {
-            return {{e2m1x8_of_products<ANY_PRODUCTS>(v, factor, true), e2m1x8_of_products<ANY_PRODUCTS>(v + 8, factor, true)}};
-        }
         return {{e2m1x8_of_products<ANY_PRODUCTS>(v, factor), e2m1x8_of_products<ANY_PRODUCTS>(v + 8, factor)}};
     }
     PackedBf16 canonical;  // the numbers, or NaN without a sign if the number or the factor is NaN
@@ -383,6 +377,31 @@ __device__ __forceinline__ PackedE2m1 e2m1x16_of_products_below_7(const PackedBf
     unpack_finite_floats<ORDER>(x, v);
     return {{e2m1x8_of_products<SMALL_PRODUCTS>(v, factor), e2m1x8_of_products<SMALL_PRODUCTS>(v + 8, factor)}};
 }
+
+// The same for a power of two, two elements in an instruction: the products are exact in bfloat16. Let 2^e be the binade of a
+// product, at least 1. Its sum with 67 * 2^e rounds to steps of 2^(e-1), which the last bits of the sum count, from 6 on;
+// bits 6 and above, shifted down, add 2e + 10. The low nibble of the total is the code.
+#ifdef HAS_MAX_MAGNITUDE
+__device__ __forceinline__ PackedE2m1 e2m1x16_of_exact_products_below_7(const PackedBf16& x, float power) {
+    const u32 factors = ptx::prmt_b32(__float_as_uint(power), 0u, 0x3232);
+    PackedE2m1 codes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const u32* words = x.words + 4 * half;
+        u32 steps[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const u32 products = ptx::fma_rn_bf16x2(words[j], factors, 0x80008000u);
+            const u32 binades = ptx::max_xorsign_abs_bf16x2(products, 0x3F803F80u) & 0xFF80FF80u;
+            const u32 sums = ptx::fma_rn_bf16x2(binades, 0x42864286u, products);
+            steps[j] = sums + (sums >> 6);
+        }
+        const u32 even = ptx::prmt_b32(steps[0], steps[1], 0x6420), odd = ptx::prmt_b32(steps[2], steps[3], 0x6420);
+        codes.words[half] = insert_signs<EVEN_FIRST>(ptx::lop3_b32<SELECT>(0xF0F0F0F0u, odd * 16u, even), words);
+    }
+    return codes;
+}
+#endif
 
 // The stochastic rounding, if all products are below 8 in magnitude. `factor` has been multiplied by STOCHASTIC_FACTOR_SCALE.
 template <PackOrder ORDER = ADJACENT>

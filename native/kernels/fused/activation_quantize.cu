@@ -71,9 +71,9 @@ __device__ __forceinline__ void activation_quantize(const ActivationQuantizePara
         unpack_floats(other, up);
 #pragma unroll
         for (int j = 0; j < CHUNK; ++j) gate[j] = activated<T>(gate[j], up[j], activation, p);
-        round_chunk(gate, y[i]);
+        round_chunk<RESULT_ORDER>(gate, y[i]);
     }
-    quantize_row(y, part, words, p.result);
+    quantize_row(y, part, words, p.result, tensor_factors(p.result));
 }
 
 #define ACTIVATION_QUANTIZE(TYPE, T)                                                                       \

@@ -11,7 +11,7 @@
 #include "quantize/unit.cuh"
 
 #ifndef KEPT
-#define KEPT 0  // a thread keeps its chunks of weight and bias in registers
+#define KEPT 0  // a thread keeps its chunks of weight and bias in shared memory
 #endif
 
 namespace narrowgauge {
@@ -61,11 +61,11 @@ __device__ __forceinline__ void load_row(const NormQuantizeParameters& p, const 
     for (int i = 0; i < ROW_CHUNKS; ++i) {
         if (i >= part.steps) break;
         const RowChunk chunk = chunk_of(part, i);
-        const i64 stride = stride_of(chunk, p.column_stride);
-        load_rounded(static_cast<const T*>(p.x) + part.row * p.row_stride + chunk.column * stride, stride, chunk, inputs.x[i]);
+        const T* source = static_cast<const T*>(p.x) + part.row * p.row_stride + offset_of(chunk, p.column_stride);
+        load_rounded(source, stride_of(chunk, p.column_stride), chunk, inputs.x[i]);
         if (!norm.has_residual) continue;
-        const i64 start = part.row * p.result.columns + chunk.column;
-        load_rounded(static_cast<const T*>(p.residual) + start, 1, chunk, inputs.residual[i]);
+        const T* residual = static_cast<const T*>(p.residual) + part.row * p.result.columns + chunk.column;
+        load_rounded(residual, 1, chunk, inputs.residual[i]);
     }
 }
 
@@ -91,36 +91,65 @@ __device__ __forceinline__ void sum_inputs(const NormQuantizeParameters& p, cons
     }
 }
 
-// The chunks of a vector (K,) that a thread needs in each of its rows. If KEPT, they are loaded once, where the type of the
-// vector is T.
+struct alignas(16) FourFloats {
+    float v[4];
+};
+
+// Shared memory of a thread block: CHUNK floats of each thread for each of its chunks, of one vector or of two.
+__device__ __forceinline__ FourFloats* kept_floats() {
+#if !KEPT
+    return nullptr;
+#elif defined(__CUDA_ARCH__)
+    extern __shared__ FourFloats floats[];
+    return floats;
+#else
+    __shared__ FourFloats floats[2 * ROW_CHUNKS * CHUNK / 4 * BLOCK_THREADS];
+    return floats;
+#endif
+}
+
+// The chunks of a vector (K,), plus `offset`, for the columns of a thread. If KEPT, the thread loads its chunks once and stores
+// them in shared memory. Other threads do not read them. Neighbouring threads read neighbouring groups of four numbers.
 template <class T>
 struct RowVector {
     const void* source;
     ElementType type;
     i64 stride;
-    Rounded<T> chunks[ROW_CHUNKS];
+    float offset;
+    FourFloats* kept;
 
-    __device__ __forceinline__ bool is_kept() const { return KEPT && type == type_of<T>; }
-
-    __device__ __forceinline__ void keep(const Part& part) {
-        if (!is_kept()) return;
+    __device__ __forceinline__ void load(const RowChunk& chunk, float (&v)[CHUNK]) const {
+        load_as_floats<T>(source, type, 0, stride, chunk, v);
 #pragma unroll
-        for (int i = 0; i < ROW_CHUNKS; ++i) {
-            if (i >= part.steps) break;
-            const RowChunk chunk = chunk_of(part, i);
-            const i64 apart = stride_of(chunk, stride);
-            load_rounded(static_cast<const T*>(source) + chunk.column * apart, apart, chunk, chunks[i]);
+        for (int j = 0; j < CHUNK; ++j) v[j] = offset == 0.0f ? v[j] : offset + v[j];
+    }
+
+    __device__ __forceinline__ FourFloats& four(int step, int j) const {
+        return kept[(step * CHUNK + j) / 4 * BLOCK_THREADS + threadIdx.x];
+    }
+
+    __device__ __forceinline__ void keep(const Part& part) const {
+#pragma unroll
+        for (int i = 0; KEPT && i < ROW_CHUNKS; ++i) {
+            float v[CHUNK];
+            load(chunk_of(part, i), v);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j += 4) four(i, j) = {v[j], v[j + 1], v[j + 2], v[j + 3]};
         }
     }
 
     __device__ __forceinline__ void floats(int step, const RowChunk& chunk, float (&v)[CHUNK]) const {
-        if (is_kept()) {
-            unpack_floats(chunks[step], v);
-        } else {
-            load_as_floats<T>(source, type, 0, stride, chunk, v);
+        if (!KEPT) {
+            load(chunk, v);
+            return;
         }
+#pragma unroll
+        for (int j = 0; j < CHUNK; ++j) v[j] = four(step, j / 4 * 4).v[j % 4];
     }
 };
+
+// Codes of 4 bits take so long that the next row arrives in time if it is loaded behind the norm, where fewer registers are in use.
+constexpr bool LOADS_LATE = PER_BYTE == 2;
 
 // The sum of a thread's elements, or of their squares. Pipelined, in four partial sums: a single sum has the latency of every
 // addition.
@@ -146,14 +175,19 @@ template <class T>
 __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
     // Two sets of words, used in turn: a thread may begin a row before another thread ends the row before.
     __shared__ Words words[2];
+    __shared__ float factors[E4M3_MAGNITUDES];
     const NormVariant norm = norm_of(p);
     Part part = part_of(p.result, variant_of(p.result).whole_chunks);
     const i64 rows = rows_of_block(), apart = rows * gridDim.x;
     i64 first_row = blockIdx.x * rows;
     set_row(part, first_row, p.result);
-    RowVector<T> weights{p.weight, norm.weight_type, p.weight_stride}, biases{p.bias, norm.weight_type, p.bias_stride};
+    FourFloats* kept = kept_floats();
+    const RowVector<T> weights{p.weight, norm.weight_type, p.weight_stride, norm.zero_centered ? 1.0f : 0.0f, kept};
+    const RowVector<T> biases{p.bias, norm.weight_type, p.bias_stride, 0.0f, kept + ROW_CHUNKS * CHUNK / 4 * BLOCK_THREADS};
     weights.keep(part);
     if (norm.layer_norm) biases.keep(part);
+    TensorFactors tensor = tensor_factors(p.result);
+    if (KEPT && variant_of(p.result).family == NVFP4) tabulate(tensor, factors);
     RowInputs<T> inputs;
     if (PIPELINED) load_row(p, norm, part, inputs);
     for (int turn = 0; first_row < p.result.rows || (!FULL_ROWS && turn == 0); first_row += apart, ++turn) {
@@ -161,11 +195,13 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
         set_row(part, first_row, p.result);
         if (!PIPELINED) load_row(p, norm, part, inputs);
         sum_inputs(p, norm, part, inputs, z);
-        if (PIPELINED && first_row + apart < p.result.rows) {
+        const auto load_next = [&] {
+            if (!PIPELINED || first_row + apart >= p.result.rows) return;
             Part next = part;
             set_row(next, first_row + apart, p.result);
             load_row(p, norm, next, inputs);
-        }
+        };
+        if (!LOADS_LATE) load_next();
         float total = sum_over_row(sum_of_chunks(part, z, !norm.layer_norm), words[turn % 2][0]);
         if (norm.layer_norm) {
             const float mean = total * p.per_column;
@@ -191,13 +227,14 @@ __device__ __forceinline__ void norm_quantize(const NormQuantizeParameters& p) {
             const float by = chunk.count > 0 ? factor : 0.0f;
 #pragma unroll
             for (int j = 0; j < CHUNK; ++j) {
-                const float w = norm.zero_centered ? 1.0f + weight[j] : weight[j], normalized = z[i][j] * by;
-                z[i][j] = norm.layer_norm ? __fmaf_rn(normalized, w, bias[j]) : normalized * w;
+                const float normalized = z[i][j] * by;
+                z[i][j] = norm.layer_norm ? __fmaf_rn(normalized, weight[j], bias[j]) : normalized * weight[j];
             }
-            round_chunk(z[i], y[i]);
-            if (!chunk.whole && chunk.count < CHUNK) keep_first(y[i], chunk.count);
+            round_chunk<RESULT_ORDER>(z[i], y[i]);
+            if ((!chunk.whole || ROW_LANES > 0) && chunk.count < CHUNK) keep_first<RESULT_ORDER>(y[i], chunk.count);
         }
-        quantize_row(y, part, words[turn % 2], p.result);
+        if (LOADS_LATE) load_next();
+        quantize_row<KEPT>(y, part, words[turn % 2], p.result, tensor);
     }
 }
 

@@ -19,6 +19,17 @@ namespace narrowgauge {
 
 using Element = ELEMENT;
 constexpr int PER_BYTE = Element::BITS == 4 ? 2 : 1;
+constexpr PackOrder RESULT_ORDER = PER_BYTE == 2 ? EVEN_FIRST : ADJACENT;  // of the elements that quantize_row takes
+
+constexpr int E4M3_MAGNITUDES = 128;  // codes without a sign
+
+// Whether codes of products below 7 in magnitude take fewer instructions.
+template <class T>
+#if defined(HAS_E2M1_BY_ADDITION) && defined(HAS_MAX_MAGNITUDE)
+constexpr bool HAS_CODES_BELOW_7 = PER_BYTE == 2 && is_packed<T>;
+#else
+constexpr bool HAS_CODES_BELOW_7 = false;
+#endif
 
 enum ScaleFamily : int { NVFP4 = 0, MX = 1, FP8 = 2 };
 // Elements that share a scale: GROUP is `lanes` chunks.
@@ -66,6 +77,10 @@ __device__ __forceinline__ QuantizeRowVariant variant_of(const QuantizeRowParame
 #endif
 }
 
+__device__ __forceinline__ Fp8ScaleParameters fp8_parameters(const QuantizeRowParameters& p, const QuantizeRowVariant& variant) {
+    return {p.largest_element, p.smallest_amax, p.largest_scale, variant.power_of_two};
+}
+
 // Largest of magnitudes as bits of float32.
 __device__ __forceinline__ float larger_bits(float a, float b) { return __float_as_uint(a) < __float_as_uint(b) ? b : a; }
 
@@ -78,13 +93,38 @@ __device__ __forceinline__ u32 amax_of_lanes(u32 amax, int lanes) {
     return amax;
 }
 
+// Factors of the tensor, the same for all rows.
+struct TensorFactors {
+    float encode;          // with NVFP4
+    float factor;          // of elements, if their scale is that of the tensor
+    const float* factors;  // with NVFP4 and TABULATED: element factor of each scale code, in shared memory
+};
+
+__device__ __forceinline__ TensorFactors tensor_factors(const QuantizeRowParameters& p) {
+    const QuantizeRowVariant variant = variant_of(p);
+    if (p.amax_alone) return {};  // other thread blocks still change the amax
+    if (variant.family == NVFP4) return {nvfp4_tensor_scale(*p.amax, p.max_product), 0.0f, nullptr};
+    if (variant.scope != TENSOR) return {};
+    if (p.given != nullptr) return {0.0f, variant.given_decodes ? 1.0f / *p.given : *p.given, nullptr};
+    return {0.0f, fp8_scale(*p.amax, fp8_parameters(p, variant)), nullptr};
+}
+
+// All threads of the block take part.
+__device__ __forceinline__ void tabulate(TensorFactors& tensor, float (&factors)[E4M3_MAGNITUDES]) {
+    for (int code = static_cast<int>(threadIdx.x); code < E4M3_MAGNITUDES; code += static_cast<int>(blockDim.x)) {
+        factors[code] = nvfp4_element_factor(static_cast<u8>(code), tensor.encode);
+    }
+    __syncthreads();
+    tensor.factors = factors;
+}
+
 // Stores the scale of a group and returns the factor of its elements.
-__device__ __forceinline__ float scale_of_group(u32 amax_bits, float encode, bool stores, i64 row, i64 group, i64 groups,
-                                                const QuantizeRowParameters& p, const QuantizeRowVariant& variant) {
+template <bool TABULATED>
+__device__ __forceinline__ float scale_of_group(u32 amax_bits, const TensorFactors& tensor, bool stores, i64 row, i64 group,
+                                                i64 groups, const QuantizeRowParameters& p, const QuantizeRowVariant& variant) {
     const float own = __uint_as_float(amax_bits), amax = own > p.largest_amax ? p.largest_amax : own;  // NaN stays NaN
     if (variant.family == FP8) {
-        const float scale =
-            fp8_scale(amax, Fp8ScaleParameters{p.largest_element, p.smallest_amax, p.largest_scale, variant.power_of_two});
+        const float scale = fp8_scale(amax, fp8_parameters(p, variant));
         if (stores) static_cast<float*>(p.scales)[row * groups + group] = 1.0f / scale;
         return scale;
     }
@@ -94,8 +134,8 @@ __device__ __forceinline__ float scale_of_group(u32 amax_bits, float encode, boo
         scale = mx_scale<Element>(amax, variant.scale_order, variant.up_from);
         factor = mx_element_factor(scale);
     } else {
-        scale = e4m3_from_float(nvfp4_unrounded_scale(amax, encode, static_cast<BlockScaleOrder>(variant.scale_order)));
-        factor = nvfp4_element_factor(scale, encode);
+        scale = e4m3_from_float(nvfp4_unrounded_scale(amax, tensor.encode, static_cast<BlockScaleOrder>(variant.scale_order)));
+        factor = TABULATED ? tensor.factors[scale] : nvfp4_element_factor(scale, tensor.encode);
     }
     if (stores) {
         static_cast<u8*>(p.scales)[variant.swizzled ? swizzled_index(row, group, groups) : row * groups + group] = scale;
@@ -103,14 +143,21 @@ __device__ __forceinline__ float scale_of_group(u32 amax_bits, float encode, boo
     return factor;
 }
 
-// Codes of a chunk, of which `count` elements lie inside the row.
-template <class F, class T>
+// Codes of a chunk, of which `count` elements lie inside the row. BELOW_7: the products are below 7 in magnitude.
+template <bool BELOW_7, class F, class T>
 __device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, const QuantizeRowVariant& variant,
                                             const RowChunk& chunk, u8* target) {
     constexpr int BYTES = CHUNK * F::BITS > 64 ? CHUNK : CHUNK / 2;
 #ifdef HAS_CVT_HALF
     if constexpr (BYTES < CHUNK && is_packed<T>) {
-        const PackedE2m1 codes = e2m1x16_of_products(y.packed, factor, nullptr, PIPELINED && variant.family == MX);
+        PackedE2m1 codes;
+        if constexpr (!BELOW_7) {
+            codes = e2m1x16_of_products<RESULT_ORDER>(y.packed, factor, nullptr);
+        } else if (variant.family == MX) {  // the factor is a power of two
+            codes = e2m1x16_of_exact_products_below_7(y.packed, factor);
+        } else {
+            codes = e2m1x16_of_products_below_7<RESULT_ORDER>(y.packed, factor);
+        }
         if (chunk.whole) {
             store_codes(codes, target);
             return;
@@ -168,64 +215,83 @@ __device__ __forceinline__ void store_codes(const Rounded<T>& y, float factor, c
     }
 }
 
-// Scales and codes of the part of a row, or the tensor's amax alone. All threads of the block take part. Elements behind the
-// row are 0, in whole chunks too.
+template <bool BELOW_7, class T>
+__device__ __forceinline__ void store_row(const Rounded<T> (&y)[ROW_CHUNKS], const float (&factors)[ROW_CHUNKS], const Part& part,
+                                          const QuantizeRowParameters& p, const QuantizeRowVariant& variant) {
+    const int row_bytes = (p.columns + PER_BYTE - 1) / PER_BYTE;
+#pragma unroll
+    for (int i = 0; i < ROW_CHUNKS; ++i) {
+        if (i >= part.steps) break;
+        const RowChunk chunk = chunk_of(part, i);
+        u8* target = p.codes + part.row * row_bytes + chunk.column / PER_BYTE;
+        if (chunk.count > 0) store_codes<BELOW_7, Element>(y[i], factors[i], variant, chunk, target);
+    }
+}
+
+// Amax of each chunk as bits of float32, and the largest of them.
 template <class T>
+__device__ __forceinline__ u32 amaxes_of(const Rounded<T> (&y)[ROW_CHUNKS], const Part& part, u32 limit, u32 (&amaxes)[ROW_CHUNKS]) {
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < ROW_CHUNKS; ++i) {
+        if (i >= part.steps) break;
+        amaxes[i] = amax_of(y[i], limit);
+        largest = amaxes[i] > largest ? amaxes[i] : largest;
+    }
+    return largest;
+}
+
+// Scales and codes of the part of a row, or the tensor's amax alone. All threads of the block take part. Elements have
+// RESULT_ORDER; those behind the row are 0, in whole chunks too.
+template <bool TABULATED = false, class T>
 __device__ __forceinline__ void quantize_row(const Rounded<T> (&y)[ROW_CHUNKS], const Part& part, Words& words,
-                                             const QuantizeRowParameters& p) {
+                                             const QuantizeRowParameters& p, const TensorFactors& tensor) {
     const QuantizeRowVariant variant = variant_of(p);
     const u32 limit = amax_limit(variant.propagate_nan);
+    u32 amaxes[ROW_CHUNKS];
     float amax = 0.0f;
-    if (p.amax_out != nullptr || variant.scope == ROW) {
-        u32 largest = 0;
-#pragma unroll
-        for (int i = 0; i < ROW_CHUNKS; ++i) {
-            if (i >= part.steps) break;
-            const u32 of_chunk = amax_of(y[i], limit);
-            largest = of_chunk > largest ? of_chunk : largest;
-        }
+    if (p.amax_out != nullptr || variant.scope != TENSOR) {
+        const u32 largest = amaxes_of(y, part, limit, amaxes);
         amax = __uint_as_float(largest);
         if (variant.scope == ROW) {
             amax = PIPELINED && ROW_LANES == 0 ? __uint_as_float(largest_of_block(largest, words[2]))
                                                : over_row(amax, words[2], 0.0f, larger_bits);
             amax = amax > p.largest_amax ? p.largest_amax : amax;
-        } else {
+        } else if (p.amax_out != nullptr) {
             amax = over_block(amax, words[2], 0.0f, larger_bits);
             if (threadIdx.x == 0) atomicMax(p.amax_out, __float_as_uint(amax));
         }
     }
     if (p.amax_alone) return;
 
-    float encode = 0.0f, factor = 0.0f;
-    if (variant.family == NVFP4) {
-        encode = nvfp4_tensor_scale(*p.amax, p.max_product);
-    } else if (variant.scope == TENSOR && p.given != nullptr) {
-        factor = variant.given_decodes ? 1.0f / *p.given : *p.given;
-    } else if (variant.scope != GROUP) {
-        factor = fp8_scale(variant.scope == ROW ? amax : *p.amax,
-                           Fp8ScaleParameters{p.largest_element, p.smallest_amax, p.largest_scale, variant.power_of_two});
-    }
+    const float factor = variant.scope == ROW ? fp8_scale(amax, fp8_parameters(p, variant)) : tensor.factor;
     if (part.thread == 0 && part.first == 0) {
         if (variant.scope == ROW && part.row < p.rows) static_cast<float*>(p.scales)[part.row] = 1.0f / factor;
         if (variant.scope == TENSOR && part.row == 0) {
             static_cast<float*>(p.scales)[0] = 1.0f / factor;
             *p.encode = factor;
         }
-        if (variant.family == NVFP4 && part.row == 0) *p.encode = encode;
+        if (variant.family == NVFP4 && part.row == 0) *p.encode = tensor.encode;
     }
     const int width = CHUNK * variant.lanes, groups = (p.columns + width - 1) / width;
-    const int row_bytes = (p.columns + PER_BYTE - 1) / PER_BYTE;
+    float factors[ROW_CHUNKS];
+    bool below_7 = HAS_CODES_BELOW_7<T>;
 #pragma unroll
     for (int i = 0; i < ROW_CHUNKS; ++i) {
         if (i >= part.steps) break;
         const RowChunk chunk = chunk_of(part, i);
+        factors[i] = factor;
         if (variant.scope == GROUP) {
-            const u32 of_group = amax_of_lanes(amax_of(y[i], limit), variant.lanes);
+            const u32 of_group = amax_of_lanes(amaxes[i], variant.lanes);
             const bool stores = chunk.count > 0 && threadIdx.x % variant.lanes == 0;
-            factor = scale_of_group(of_group, encode, stores, part.row, chunk.column / width, groups, p, variant);
+            factors[i] = scale_of_group<TABULATED>(of_group, tensor, stores, part.row, chunk.column / width, groups, p, variant);
         }
-        u8* target = p.codes + part.row * row_bytes + chunk.column / PER_BYTE;
-        if (chunk.count > 0) store_codes<Element>(y[i], factor, variant, chunk, target);
+        if constexpr (HAS_CODES_BELOW_7<T>) below_7 &= __uint_as_float(magnitude_bound(y[i].packed)) * factors[i] < 7.0f;
+    }
+    if (below_7) {
+        store_row<HAS_CODES_BELOW_7<T>>(y, factors, part, p, variant);
+    } else {
+        store_row<false>(y, factors, part, p, variant);
     }
 }
 

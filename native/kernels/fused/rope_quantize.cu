@@ -79,9 +79,9 @@ __device__ __forceinline__ void rope_quantize(const RopeQuantizeParameters& p) {
             const float turned = __fmaf_rn(own[j], cos[j], signed_other * sin[j]);
             own[j] = HAS_PAIRS || chunk.column + j < p.rotated ? turned : own[j];
         }
-        round_chunk(own, y[i]);
+        round_chunk<RESULT_ORDER>(own, y[i]);
     }
-    quantize_row(y, part, words, p.result);
+    quantize_row(y, part, words, p.result, tensor_factors(p.result));
 }
 
 #define ROPE_QUANTIZE(TYPE, T)                                                           \

@@ -23,8 +23,11 @@ struct RowChunk {
     bool whole;  // 0 or 16 elements, neighbours in memory, aligned to 16 bytes (codes of 4 bits to 8)
 };
 
-// Distance of the elements of a chunk. That of whole chunks needs no product.
+// Distance of the elements of a chunk, and that of the chunk from the start of its row. Those of whole chunks need no product.
 __device__ __forceinline__ i64 stride_of(const RowChunk& chunk, i64 stride) { return chunk.whole ? 1 : stride; }
+__device__ __forceinline__ i64 offset_of(const RowChunk& chunk, i64 stride) {
+    return chunk.whole ? chunk.column : chunk.column * stride;
+}
 
 // x rounded to the dtype T, as a float32.
 template <class T>
@@ -49,10 +52,12 @@ __device__ __forceinline__ void set_pair(Rounded<T>& y, int j, float low, float 
     y.v[2 * j + 1] = rounded<T>(high);
 }
 
-template <class T>
+// ORDER: of the words, if elements are packed.
+template <PackOrder ORDER = ADJACENT, class T>
 __device__ __forceinline__ void round_chunk(const float (&v)[CHUNK], Rounded<T>& y) {
+    constexpr PackOrder OF_WORDS = is_packed<T> ? ORDER : ADJACENT;
 #pragma unroll
-    for (int j = 0; j < CHUNK / 2; ++j) set_pair(y, j, v[2 * j], v[2 * j + 1]);
+    for (int j = 0; j < CHUNK / 2; ++j) set_pair(y, j, v[low_index<OF_WORDS>(j)], v[high_index<OF_WORDS>(j)]);
 }
 
 // Elements that are `stride` apart, and zeros.
@@ -85,7 +90,7 @@ __device__ __forceinline__ u32 amax_of(const Rounded<T>& y, u32 limit) {
 }
 
 // Elements from `count` on become 0: a factor of NaN or infinity leaves no zeros behind the row.
-template <class T>
+template <PackOrder ORDER = ADJACENT, class T>
 __device__ __forceinline__ void keep_first(Rounded<T>& y, int count) {
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) y.v[i] = i < count ? y.v[i] : 0.0f;
@@ -138,11 +143,11 @@ __device__ __forceinline__ u32 amax_of(const Rounded<bf16>& y, u32 limit) {
     return amax_of_packed(y.packed, magnitude_bound(y.packed), limit);
 }
 
+template <PackOrder ORDER>
 __device__ __forceinline__ void keep_first(Rounded<bf16>& y, int count) {
 #pragma unroll
     for (int j = 0; j < CHUNK / 2; ++j) {
-        const u32 kept = 2 * j + 1 < count ? 0xFFFFFFFFu : 2 * j < count ? 0xFFFFu : 0u;
-        y.packed.words[j] &= kept;
+        y.packed.words[j] &= (low_index<ORDER>(j) < count ? 0xFFFFu : 0u) | (high_index<ORDER>(j) < count ? 0xFFFF0000u : 0u);
     }
 }
 #endif
@@ -151,8 +156,8 @@ __device__ __forceinline__ void keep_first(Rounded<bf16>& y, int count) {
 template <class T>
 __device__ __forceinline__ void load_as_floats(const void* source, ElementType type, i64 row, i64 stride, const RowChunk& chunk,
                                                float (&v)[CHUNK]) {
+    const i64 start = row + offset_of(chunk, stride);
     stride = stride_of(chunk, stride);
-    const i64 start = row + chunk.column * stride;
     if (type == type_of<T>) {
         Rounded<T> own;
         load_rounded(static_cast<const T*>(source) + start, stride, chunk, own);

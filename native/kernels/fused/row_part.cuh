@@ -19,6 +19,10 @@
 #define ROW_THREADS 32  // of a thread block, at most
 #endif
 
+#ifndef BLOCK_THREADS
+#define BLOCK_THREADS 0  // threads of a block that has whole rows, if the compiler knows them
+#endif
+
 #ifndef ROW_LANES
 #define ROW_LANES 0  // lanes of a row: a power of two up to 32; 0 if a row has all threads of its block
 #endif
@@ -61,11 +65,11 @@ __device__ __forceinline__ void set_row(Part& part, i64 first_row, const Rows& p
 template <class Rows>
 __device__ __forceinline__ Part part_of(const Rows& p, bool whole_chunks) {
     const u32 segments = static_cast<u32>(p.segments), block = blockIdx.x;
-    const int threads = ROW_LANES > 0 ? ROW_LANES : static_cast<int>(blockDim.x);
+    const int threads = ROW_LANES > 0 ? ROW_LANES : BLOCK_THREADS > 0 ? BLOCK_THREADS : static_cast<int>(blockDim.x);
     Part part;
     set_row(part, static_cast<i64>(block / segments) * rows_of_block(), p);
-    part.thread = static_cast<int>(threadIdx.x) % threads;
-    part.first = static_cast<int>(block % segments) * threads * ROW_CHUNKS;
+    part.thread = ROW_LANES > 0 ? static_cast<int>(threadIdx.x) % threads : static_cast<int>(threadIdx.x);
+    part.first = BLOCK_THREADS > 0 ? 0 : static_cast<int>(block % segments) * threads * ROW_CHUNKS;
     part.apart = threads;
     part.steps = ROW_CHUNKS;
     part.whole_chunks = whole_chunks;

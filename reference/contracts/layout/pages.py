@@ -332,6 +332,8 @@ OTHER_SLOTS: Mapping[str, tuple[str, Renumber]] = {
     "pages-reversed": ("the pages run backwards in {}", _paged(lambda n, t, s: (s.pages - 1 - n) * s.page + t)),
     "negative-first": ("a negative slot is slot 0 in {}", lambda index, sizes: index.clamp(min=0)),
     "negative-last": ("a negative slot counts from the end in {}", lambda index, sizes: index % max(1, sizes.slots)),
+    "negative-end": ("a negative slot is the last slot in {}",
+                     lambda index, sizes: torch.where(index < 0, sizes.slots - 1, index)),
     "in-order": ("tokens lie in their own order, whatever {} says", lambda index, sizes: _behind(index, sizes, 0)),
     "last-left-out": ("the last token of {} is not stored", lambda index, sizes: _without(index, slice(-1, None))),
     "first-left-out": ("the first token of {} is not stored", lambda index, sizes: _without(index, slice(1))),

@@ -10,6 +10,7 @@ from narrowgauge.reference.contracts import sums
 from narrowgauge.reference.contracts.casts import DTYPES, cast
 from narrowgauge.reference.contracts.interval import SIGNIFICAND_BITS, Interval, add, choose
 from narrowgauge.reference.numbers.exact import lowest_bit
+from narrowgauge.spec.program import CHOSEN, OF_EXPERT
 
 OTHER_POSITIONS: Mapping[str, tuple[str, Callable[[torch.Tensor, int], torch.Tensor]]] = {
     "first-choice": ("every choice takes the row of the first one", lambda p, rows: p[:, :1].expand_as(p)),
@@ -32,6 +33,10 @@ OTHER_EXPERTS: Mapping[str, tuple[str, Callable[[torch.Tensor, int], torch.Tenso
     "expert-of-next-token": ("a token takes the experts of the next one", lambda p, count: p.roll(-1, 0)),
 }  # fmt: skip
 """Experts (tokens, choices) in place of the right ones, with a sentence: from these, and the number of experts."""
+
+
+RENUMBERINGS = {CHOSEN: OTHER_POSITIONS, OF_EXPERT: OTHER_EXPERTS}
+"""Tables of wrong indexes by the step that takes them."""
 
 
 def of_expert(

@@ -15,6 +15,9 @@ from narrowgauge.adapt.words import unpack_words
 from narrowgauge.contracts import CONTRACTS
 from narrowgauge.harness.backends.adapters import conch, flashinfer, humming, liger, vllm
 from narrowgauge.harness.backends.adapters import torch as torch_adapter
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference.quantize.layout import unpack
 from narrowgauge.spec.kv_cache import Cache
 from narrowgauge.spec.quantized import Quantized
@@ -47,6 +50,13 @@ def test_compiled_torch(operation: str) -> None:
     compiled = torch_adapter.Backend("compiled")
     assert operation not in compiled.declares
     judge(operation, getattr(compiled, operation.replace("-", "_"))(*operands(operation)))
+
+
+@pytest.mark.parametrize("family", ["one-hot-ends", "two-level"])
+def test_torch_attends_to_decoded_rows(family: str) -> None:
+    case = case_from_labels("attention", "fp8-static-e4m3@vllm", (3, 4, 64, 5, 16, 2, 64, 2, 2), "bf16", family)
+    record = run_case(case, Backend.local("torch", torch_adapter.Backend()))
+    assert record.verdict == "pass", record.message
 
 
 def add_in_place(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:

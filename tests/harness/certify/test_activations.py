@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import narrowgauge
 from narrowgauge import contract as c
+from narrowgauge.harness.certify import activations as activations_module
 from narrowgauge.harness.certify import trials as trials_module
 from narrowgauge.harness.certify.activations import ContractCalls
 from narrowgauge.harness.certify.certificate import Certificate, CertificateError
@@ -25,7 +26,8 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ContractCalls, "elements", 1 << 13)
+    monkeypatch.setattr(activations_module, "_LARGER", 2)
+    monkeypatch.setattr(ContractCalls, "elements", 1 << 12)
     monkeypatch.setattr(trials_module, "_ROUNDS", 1)
     monkeypatch.setattr(trials_module, "shapes", lambda _: iter([(3, 64), (130, 128)]))
 

@@ -288,7 +288,7 @@ def test_random_bytes_are_given(recipe: str) -> None:
     assert wrong.stage == "codes"
 
 
-def test_the_first_byte_with_another_code_is_that_of_all_bytes() -> None:
+def test_first_bytes_are_those_of_all_bytes() -> None:
     x = torch.cat([torch.linspace(-7, 7, 2001), torch.tensor([0.0, 1e-30, 0.2499, torch.inf])])
     for element in (E2M1, E4M3):
         every = torch.stack([stochastic(x, element, torch.full(x.shape, b, dtype=torch.uint8)) for b in range(256)])
@@ -300,7 +300,7 @@ def test_the_first_byte_with_another_code_is_that_of_all_bytes() -> None:
 
 
 @pytest.mark.parametrize(("off", "wrong"), [(0, []), (1, ["codes"])])
-def test_random_words_lie_around_the_first_byte_with_another_code(off: int, wrong: list[str]) -> None:
+def test_random_words_lie_around_the_first_other_code(off: int, wrong: list[str]) -> None:
     def kernel(x: torch.Tensor, recipe: Recipe, random: torch.Tensor | tuple[int, int]) -> Quantized:
         """Takes larger bytes than the given ones."""
         if isinstance(random, torch.Tensor):

@@ -95,7 +95,7 @@ def test_processes_and_parts_give_the_same_certificate(tmp_path: Path, backend: 
 def test_a_proof_of_products_has_no_shards() -> None:
     result = CliRunner().invoke(app, ["certify", "reference", "--operation", "gemm", "--resume"])
     assert result.exit_code == 2
-    assert "-n and --resume are for --operation quantize" in result.output
+    assert "-n and --resume are for the proof of a recipe of quantize" in result.output
 
 
 def test_a_shard_is_data() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from narrowgauge.harness.diagnosis.assign_causes import assign_causes
 from narrowgauge.harness.diagnosis.explanation import NOT_PROVED, UNTRIED_RIVALS, Explanation
+from narrowgauge.harness.operations.stages.possible_cause import FREE, GIVES_EVERY_BYTE
 
 
 def failing(name: str, *causes: str, recipe: str = "") -> dict[str, Any]:
@@ -103,3 +104,12 @@ def test_a_sentence_about_other_numbers_is_counted() -> None:
     )
     ((explanation, _),) = assign_causes(records[1:])
     assert explanation["sentence"] == "vectors of 4"
+
+
+def test_a_cause_of_free_inputs_explains_every_case_of_its_kind_or_none() -> None:
+    records = [failing("a", "x", recipe="r"), failing("b", "x", recipe="r")]
+    entry = records[0]["explanations"][0]
+    records[0]["explanations"] = [{**entry, "sentence": f"x{GIVES_EVERY_BYTE}{FREE}", "exact": False}]
+    assert [explanation["cause"] for explanation, _ in assign_causes(records)] == ["x"]
+    records[1]["explanations"] = []
+    assert assign_causes(records) == []

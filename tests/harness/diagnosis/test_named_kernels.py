@@ -11,7 +11,7 @@ from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.gemm.operands import element_values, scale_values
-from narrowgauge.reference.numbers.blocks import pad_columns
+from narrowgauge.reference.numbers.blocks import pad_columns, tensor_amax
 from narrowgauge.reference.quantize.layout import elements, pack
 from narrowgauge.reference.quantize.steps import block_amaxes, random_bytes
 from tests.harness.sample_backends import backend
@@ -111,6 +111,27 @@ def negative_zeros_lost(s: Steps) -> torch.Tensor:
     return codes.masked_fill(codes == s.recipe.element.sign_code, 0)
 
 
+def every_fourth_row(s: Steps) -> torch.Tensor:
+    found = block_amaxes(s.x, s.recipe)
+    found[3::4] = found[2::4][: len(found[3::4])].clone()
+    return found
+
+
+def whole(width: int) -> Callable[[Steps], torch.Tensor]:
+    """Codes of the columns in whole tiles; the others stay 0."""
+
+    def codes(s: Steps) -> torch.Tensor:
+        found = elements(reference.quantize(s.matrix, s.recipe).codes, s.x.shape[1], s.recipe)
+        found[:, s.x.shape[1] // width * width :] = 0
+        return found
+
+    return codes
+
+
+def saturated(s: Steps) -> torch.Tensor:
+    return (tensor_amax(s.blocks) * s.scale).clamp(max=s.recipe.element.max) / s.scale
+
+
 Q = tuple[str, str, str, tuple[int, int], dict[str, Callable[[Steps], Any]]]
 QUANTIZERS: list[Q] = [
     *(("midpoint-moved", recipe, "normal", (64, 128), {"codes": by_boundaries(number, boundary, up=up)})
@@ -131,6 +152,11 @@ QUANTIZERS: list[Q] = [
     *(("stochastic-bytes-reversed", recipe, "normal", (32, 128), {"bytes": lanes(*order)})
       for recipe in ("nvfp4-sr", "mxfp8-e4m3-sr")
       for order in ((2, 3, 0, 1), (1, 0, 3, 2), (1, 2, 3, 0), (3, 0, 1, 2), (3, 2, 1, 0))),
+    *(("rows-of-other", recipe, "normal", (33, 128), {"blocks": every_fourth_row})
+      for recipe in ("mxfp8-e4m3", "mxfp4")),
+    *((f"columns-left-out:{width}", recipe, "normal", (16, 248), {"codes": whole(width)})
+      for recipe in ("mxfp8-e4m3", "nvfp4") for width in (32, 64)),
+    ("amax-after-saturation", "fp8-delayed-e4m3", "normal", (3, 33), {"amax": saturated}),
     ("zero-block-nan", "fp8-row-e4m3", "zero-rows", (40, 144), {"codes": without_zeros}),
     ("zero-block-nan", "mxfp8-e4m3", "zero-rows", (40, 144), {"codes": without_zeros}),
     ("zero-block-nan", "fp8-block-1x128-e4m3-fp32", "zero-rows", (40, 144), {"codes": without_zeros}),

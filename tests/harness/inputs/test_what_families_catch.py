@@ -17,7 +17,9 @@ from narrowgauge.harness.operations.registry import make_inputs
 from narrowgauge.harness.running.judging import judge
 from narrowgauge.native import ops as native
 from narrowgauge.native.modules import layer_norm_linear
+from narrowgauge.reference import modules
 from narrowgauge.reference import ops as reference
+from narrowgauge.spec.quantized import Half
 
 WORD = 1 << 32
 
@@ -68,6 +70,21 @@ def unshifted(scores: torch.Tensor, dim: int) -> torch.Tensor:
     return powers / powers.sum(dim, keepdim=True)
 
 
+def amax_of_whole_rows(x: torch.Tensor, recipe: Any, **options: Any) -> Any:
+    """The amax is that of the rows in whole groups of 16."""
+    return reference.quantize(x, recipe, amax=x[: len(x) // 16 * 16].float().abs().amax().view(1))
+
+
+class Twice(modules.Linear):
+    """The weights of the gradient of x are the decoded weights of the forward."""
+
+    def operand(self, x: torch.Tensor, recipe: Any, scale: Any, **options: Any) -> Any:
+        if options.get("half") is Half.COLUMN:
+            x = reference.dequantize(super().operand(x, recipe, scale)).to(x.dtype)
+        return super().operand(x, recipe, scale, **options)
+
+
+LINEAR = "linear/MXFP8BlockScaling/1x32x64x64/bf16"
 GEMM = "gemm/mxfp8-e4m3/16x64x24/bf16xbf16-fp32"
 GROUPED = "gemm-grouped/mxfp8-e4m3/96x32x8/bf16xbf16-bf16/normal"
 BOTH = "quantize/nvfp4-sr/32x64/bf16/normal/both"
@@ -82,6 +99,8 @@ DOORS: dict[str, dict[str, Any]] = {
     "given amax": {"quantize": other_order_for_a_given_amax},
     "one pass": {"LayerNormLinear": native.LayerNormLinear},
     "no maximum": {"TransformerLayer": native.TransformerLayer},
+    "amax of whole rows": {"quantize": amax_of_whole_rows},
+    "twice": {"Linear": Twice},
 }
 ROWS = {
     "finite c": (
@@ -93,6 +112,8 @@ ROWS = {
     "64 sections": (f"{GROUPED}/middle:96", [f"{GROUPED}/even:32"]),
     "given amax": (f"{NVFP4}/e4m3-ties/amax", [f"{NVFP4}/{f}/amax" for f in ("normal", "zeros", "nan")]),
     "one pass": (f"{NORM}/far-mean", [f"{NORM}/{f}" for f in ("normal", "outliers", "normal-1e-3")]),
+    "amax of whole rows": (f"{NVFP4}/rising", [f"{NVFP4}/{f}" for f in ("normal", "outliers", "position")]),
+    "twice": (f"{LINEAR}/low-columns", [f"{LINEAR}/normal"]),
     "no maximum": (f"{LAYER}/beyond-exp/heads:2", [f"{LAYER}/{f}/heads:2" for f in ("normal", "peaked")]),
 }
 """The case that catches a kernel of `DOORS`, and passing cases."""

@@ -24,7 +24,9 @@ from narrowgauge.harness.report.text import not_compared
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.shrink import shrink
 from narrowgauge.reference import modules
-from narrowgauge.reference.high_precision.bounded import Bounded
+from narrowgauge.reference.high_precision.bounded import Bounded, exactly
+from narrowgauge.reference.high_precision.norm import norm_backward
+from narrowgauge.reference.modules import layer_norm_linear
 from narrowgauge.reference.quantize.dequantize import dequantize
 from narrowgauge.spec.quantized import Half, Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
@@ -408,22 +410,95 @@ def test_a_half_made_of_the_other_half_is_named_without_reports() -> None:
 
 
 def test_free_choices_of_modules_are_not_judged_without_reports() -> None:
-    """A rotation in a free order, random bits of a module's own, the result of a norm: the operands are unknown."""
-    rotated = passes(linear("NVFP4BlockScaling"), declares={}, Linear=Silent)
+    """Random bits of a module's own, and of a norm in float32 the scale of the tensor: the operands are unknown."""
     drawn = passes(linear("NVFP4BlockScaling"), declares={"random": "own"}, Linear=Silent)
-    case = case_from_labels("layernorm-linear", "MXFP8BlockScaling", SHAPE, "bf16", "normal", ("bias",))
-    behind = passes(case, LayerNormLinear=SilentNorm)
-    for record, wanted in ((rotated, {"y", "dx"}), (drawn, {"y"}), (behind, {"dbias"})):
-        compared = {entry["stage"] for entry in record.stages if entry["compared"]} - {"memory", "repeat"}
-        assert compared == {f"step 1 {name}" for name in wanted}
+    behind = passes(normed("Float8CurrentScaling", "fp32"), LayerNormLinear=SilentNorm)
+    assert compared(drawn) == {"y"}
+    assert compared(behind) == {"dx", "dgamma", "dbeta", "dbias"}
+
+
+def compared(record: Record) -> set[str]:
+    return {entry["stage"].rpartition(" ")[2] for entry in record.stages if entry["compared"]} - {"memory", "repeat"}
+
+
+def normed(training: str, dtype: str = "bf16") -> Case:
+    return case_from_labels("layernorm-linear", training, SHAPE, dtype, "normal", ("bias",))
+
+
+def test_operands_between_two_ends_are_judged_without_reports() -> None:
+    """A rotation in a free order, and a norm: most operands are the same for all right modules."""
+    rotated = passes(linear("NVFP4BlockScaling"), declares={}, Linear=Silent)
+    behind = passes(normed("MXFP8BlockScaling"), LayerNormLinear=SilentNorm)
+    assert compared(rotated) == {"y", "dx", "dw"}
+    assert compared(behind) == {"y", "dx", "dw", "dgamma", "dbeta", "dbias"}
+
+
+@pytest.mark.parametrize("stage", ["y", "dx", "dgamma"])
+def test_a_wrong_norm_is_caught_without_reports(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OtherEps(SilentNorm):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **{**options, "eps": 0.5})
+
+    def wrong(dy: torch.Tensor, x: torch.Tensor, *given: Any) -> tuple[Bounded | None, ...]:
+        dx, dgamma, dbeta = norm_backward(dy, x, *given)
+        of_input = (exactly(dy) * exactly(x)).sum(0)
+        return (exactly(dy), dgamma, dbeta) if stage == "dx" else (dx, of_input, dbeta)
+
+    if stage != "y":
+        monkeypatch.setattr(layer_norm_linear, "norm_backward", wrong)
+    record = fails(
+        normed("MXFP8BlockScaling"), f"step 1 {stage}", LayerNormLinear=OtherEps if stage == "y" else SilentNorm
+    )
+    causes = {entry["cause"] for entry in record.explanations if entry["exact"]}
+    assert ("norm-gradient-of-input" in causes) == (stage == "dgamma")
+
+
+class OfFirstBackward(Silent):
+    def next_random(self) -> tuple[int, int]:
+        return super().next_random()[0], 0
+
+
+class OffsetByOne(Silent):
+    def next_random(self) -> tuple[int, int]:
+        seed, offset = super().next_random()
+        return seed, offset // 2
+
+
+class OfOtherRecipe(Silent):
+    def operand(self, x: torch.Tensor, recipe: Recipe, scale: Any, **options: Any) -> Quantized:
+        return super().operand(x, find_recipe("fp8-current-e4m3"), scale, **options)
+
+
+class Unrotated(Silent):
+    def operand(self, x: torch.Tensor, recipe: Recipe, scale: Any, **options: Any) -> Quantized:
+        if recipe.transform is None or options.get("half") is not Half.COLUMN:
+            return super().operand(x, recipe, scale, **options)
+        return replace(super().operand(x, replace(recipe, transform=None), scale, **options), recipe=recipe)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("training", "wrong", "cause"),
+    [
+        ("NVFP4BlockScaling-norht", OfFirstBackward, "random-bits-of-another-backward"),
+        ("NVFP4BlockScaling-norht", OffsetByOne, "random-offset-grows-by-one"),
+        ("NVFP4BlockScaling-nosr", Unrotated, "operand-not-rotated"),
+        ("Float8CurrentScaling", OfOtherRecipe, "recipe-of-another-operand"),
+    ],
+)
+def test_another_operand_is_named_without_reports(training: str, wrong: type, cause: str) -> None:
+    record = run(linear(training, "steps:3"), Linear=wrong)
+    assert record.verdict == "fail"
+    assert cause in [entry["cause"] for entry in record.explanations if entry["exact"]], record.explanations
 
 
 def test_nothing_to_compare_is_no_pass() -> None:
-    record = run(
-        case_from_labels("layernorm-linear", "MXFP8BlockScaling", SHAPE, "bf16", "normal"), LayerNormLinear=SilentNorm
-    )
+    class SilentLayer(modules.TransformerLayer):
+        observer = Silent.observer
+
+    record = run(layer("NVFP4BlockScaling"), declares={"random": "own"}, TransformerLayer=SilentLayer)
     assert record.verdict == "unsupported"
-    assert record.message.startswith("the module reports no norm, ")
+    assert record.message.startswith("the module reports no ")
     assert not elements_compared(record.to_dict())
 
 

@@ -16,7 +16,9 @@ from narrowgauge.spec.recipes import find_recipe
 from tests.harness.operations.contracts.cache.kernels import Kernels
 from tests.harness.operations.contracts.cache.test_sound import NVFP4, RECIPES, SIZES, cache_of, program, stored
 from tests.native.devices import ON_EVERY_DEVICE
+from tests.native.gpu import needs_gpu
 
+FP8 = "fp8-static-e4m3@vllm-kv"
 CASES = [
     (recipe, layout)
     for recipe in RECIPES
@@ -26,7 +28,7 @@ CASES = [
 
 
 class Native(Kernels):
-    """The kernels on a device, for tensors on the CPU."""
+    """The kernels on a device, for tensors on the CPU. Slots, tables of pages and lengths have strides."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -38,7 +40,7 @@ class Native(Kernels):
 
     def kv_write(self, k: Any, v: Any, cache: Cache, slots: Any, recipe: Any, **scales: Any) -> Cache:
         held = self.on_device(cache)
-        k, v, slots = (tensor.to(self.device) for tensor in (k, v, slots))
+        k, v, slots = (tensor.to(self.device) for tensor in (k, v, slots.repeat_interleave(2)[::2]))
         native.kv_write(k, v, held, slots, recipe, **{name: scale.to(self.device) for name, scale in scales.items()})
         for name, part in cache.parts().items():
             part.copy_(held.parts()[name])
@@ -46,7 +48,9 @@ class Native(Kernels):
 
     def kv_read(self, cache: Cache, pages: Any, lengths: Any, recipe: Any, **options: Any) -> tuple[Any, ...]:
         moved = {name: o.to(self.device) if isinstance(o, torch.Tensor) else o for name, o in options.items()}
-        found = native.kv_read(self.on_device(cache), pages.to(self.device), lengths.to(self.device), recipe, **moved)
+        table, lengths = pages.repeat_interleave(2, 1)[:, ::2], lengths.repeat_interleave(2)[::2]
+        held = self.on_device(cache)
+        found = native.kv_read(held, table.to(self.device), lengths.to(self.device), recipe, **moved)
         return tuple(tensor.cpu() for tensor in found)
 
 
@@ -103,7 +107,7 @@ def test_read_rows(recipe: str, layout: PageLayoutName, dtype: str, device: str)
 @ON_EVERY_DEVICE
 def test_every_number_under_many_scales(device: str) -> None:
     """The quotient x/s is rounded once: all 16-bit numbers, scales of many exponents, also far ones."""
-    recipe, draw = find_recipe("fp8-static-e4m3@vllm-kv"), torch.Generator().manual_seed(0)
+    recipe, draw = find_recipe(FP8), torch.Generator().manual_seed(0)
     exponents = [*range(-45, 46, 5), *[0] * 20]
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, 1, 16)
@@ -124,8 +128,29 @@ def test_every_number_under_many_scales(device: str) -> None:
                 assert torch.equal(found.signbit() & (found == 0), right.signbit() & (right == 0)), exponent
 
 
+@needs_gpu
+@pytest.mark.long
+def test_slots_beyond_int32() -> None:
+    """Rows in the first and in the last pages of a cache of more than 2^31 bytes of keys and of values, 5 GB."""
+    recipe, page, heads, dim = find_recipe(FP8), 16, 8, 128
+    count = 2**31 // (page * heads * dim) + 3
+    cells = [torch.full((count, page, heads, dim), 0x5A, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    cache, scale = Cache(cells[0], cells[1], None, None, recipe, "nhd", page), torch.ones(1, device="cuda")
+    used = torch.tensor([0, count - 1, count - 2], device="cuda")
+    slots = (used.unsqueeze(1) * page + torch.arange(page, device="cuda")).flatten()
+    k, v = torch.randn(2, len(slots), heads, dim, device="cuda").bfloat16()
+    native.kv_write(k, v, cache, slots, recipe, k_scale=scale, v_scale=scale)
+    lengths = torch.tensor([len(slots)], device="cuda")
+    found = native.kv_read(cache, used.view(1, -1), lengths, recipe, k_scale=scale, v_scale=scale)
+    for half, rows, read in zip(cells, (k, v), found, strict=True):
+        right = rows.to(torch.float8_e4m3fn)
+        assert torch.equal(half[used].flatten(0, 1), right.view(torch.uint8))
+        assert torch.equal(read, right.bfloat16())
+        assert all(bool((part == 0x5A).all()) for part in half[1 : count - 2].split(1 << 14))
+
+
 def test_rows_of_another_width_are_refused() -> None:
-    recipe = find_recipe("fp8-static-e4m3@vllm-kv")
+    recipe = find_recipe(FP8)
     cells = torch.zeros(2, 4, 1, 16, dtype=torch.uint8)
     x, scale = torch.zeros(3, 1, 32, dtype=torch.bfloat16), torch.ones(1)
     with pytest.raises(ValueError, match="16 bytes of a row"):

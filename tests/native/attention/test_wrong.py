@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from narrowgauge.harness.inputs.draw import Draw
+from narrowgauge.harness.operations.contracts.causes.changes import changes
+from narrowgauge.harness.operations.contracts.causes.moved import moved_changes
 from narrowgauge.harness.operations.contracts.inputs import contract_inputs
 from narrowgauge.harness.operations.contracts.sequence_inputs import RULES
 from narrowgauge.native.attention.attention import Options, PathName
 from narrowgauge.native.runtime.sources import FOLDER, replaced
 from narrowgauge.reference.contracts.evaluate import judged
+from tests.harness.operations.contracts.attention_kernels import WRONG
 from tests.harness.operations.contracts.cache.test_sound import NVFP4, stored
 from tests.harness.operations.contracts.cache.test_sound import program as cache_program
-from tests.harness.operations.contracts.test_attention import RECIPE
-from tests.native.attention.test_attention import WEIGHTS, inputs, results, wrong_parts
+from tests.harness.operations.contracts.test_attention import RECIPE, UNNAMED, gives
+from tests.native.attention.test_attention import SIZES, WEIGHTS, inputs, program, results, wrong_parts
 from tests.native.attention.test_cache import Native, sizes_of
 
 pytestmark = pytest.mark.long
@@ -95,6 +99,32 @@ WRONG_ATTENTION = {
         TENSOR, "of_lane < rows ? of_lane % p.group : 0", "of_lane < rows ? (of_lane + 1) % p.group : 0",
     ),
 }  # fmt: skip
+NAMED_PREFILL = {
+    # name: (words of the cause, sizes, family)
+    "last-key-left-out": ("last token of a request is read as zeros", {}, "geometric"),
+    "mask-of-a-key-more": ("rows see 1 more key, zeros", {}, "geometric"),
+    "tiles-with-the-end-not-masked": ("all keys of their last tile of 128", {"most": 5, "pages": 12}, "geometric"),
+    "sums-not-rescaled": ("not rescaled", {}, "geometric"),
+    "l-not-rescaled": ("not rescaled", {}, "geometric"),
+    "maximum-of-half-a-row": ("their half of each 8 keys", {"most": 5, "pages": 12}, "geometric"),
+    "values-of-the-tile-before": ("values of the next tile", {}, "geometric"),
+    "last-tile-of-values-left-out": ("values of the last tile of 128", {"dim": 192}, "equal"),
+    "second-half-of-values-of-the-first": ("keys 64 to 127 of each 128", {}, "geometric"),
+    "weights-of-the-other-half": ("keys 64 apart", {}, "geometric"),
+    "q-of-the-other-warpgroup": ("rows 64 to 127 of each 128", {"dim": 192}, "geometric"),
+    "offset-left-out": ("first slot of its page", {}, "geometric"),
+    "pages-of-the-first-request": ("pages is that of", {}, "one-hot-ends"),
+    "heads-of-q-in-another-order": ("2 apart", {"heads": 2}, "geometric"),
+    "values-not-transposed-in-pairs": ("keys 1 apart", {}, "geometric"),
+    "sign-of-a-negative-factor": ("other sign", {"queries": 2, "q_heads": 8, "most": 8, "pages": 18}, "normal"),
+}
+"""Wrong prefill kernels with a change of the contract that gives their results. The tile of keys has 128. No structured
+input shows rows of q that are 64 apart if 16 patterns of logits repeat, as with 64 dimensions."""
+UNNAMED_PREFILL = {
+    "sums-rescaled-by-the-other-row": "a factor of each row and tile comes from the row 8 places away",
+    "l-of-a-lane": "columns of a row have sums of different keys",
+}
+"""Wrong prefill kernels without such a change, by the reason."""
 WRONG_WRITES = {
     # name: (recipe, page layout, file, text, its replacement)
     "negative-slots-are-0": (
@@ -148,6 +178,29 @@ def _refused(family: str, path: PathName) -> bool:
     given = inputs(family, "bfloat16", 75 if path == "prefill" else 3)  # rows of both warpgroups
     every = [Options(path=path, splits=splits) for splits in ((1,) if path == "prefill" else (1, 2))]
     return any(wrong_parts(given, results(given, "cpu", options), "bfloat16", p=WEIGHTS[path]) for options in every)
+
+
+def test_nine_of_ten_wrong_kernels_are_named() -> None:
+    """With the kernels of tests/harness/operations/contracts/attention_kernels.py."""
+    prefill = {name.removeprefix("prefill: ") for name, (file, *_) in WRONG_ATTENTION.items() if file == PREFILL}
+    assert prefill == NAMED_PREFILL.keys() | UNNAMED_PREFILL.keys()
+    assert len(NAMED_PREFILL) + len(WRONG) - len(UNNAMED) >= 0.9 * (len(prefill) + len(WRONG))
+
+
+@pytest.mark.parametrize("name", NAMED_PREFILL)
+def test_a_single_change_gives_the_results_of_wrong_prefill(name: str, tmp_path: Path) -> None:
+    words, sizes, family = NAMED_PREFILL[name]
+    file, text, replacement = WRONG_ATTENTION[f"prefill: {name}"]
+    given = contract_inputs(program("bfloat16"), {**SIZES, "queries": 34, "heads": 1, **sizes}, family, Draw("native"))
+    if family == "normal":  # a row whose keys are a whole tile: a mask gives NaN
+        given |= {part: given[part][1:] for part in ("q", "pages", "lengths", "q_lengths")}
+    with changed(file, text, replacement, tmp_path):
+        shown = results(given, "cpu", Options(path="prefill"))
+    steps = program("bfloat16", recipe=RECIPE, l="exact", exponential="accurate", p="input")
+    assert not any(bool(result.isnan().any()) for result in shown.values())
+    assert any(bool(part.wrong.any()) for _, part in judged(steps, given, shown))
+    every = itertools.chain(changes(steps), moved_changes(steps, given, shown))
+    assert any(words in change.sentence and gives(change.program, given, shown) for change in every)
 
 
 @pytest.mark.parametrize("name", WRONG_WRITES)

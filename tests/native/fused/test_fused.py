@@ -253,11 +253,13 @@ def test_errors_name_the_shape_and_the_limit() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("kept", [(), ("-DKEPT=1", "-DBLOCK_THREADS=32")], ids=["loaded", "kept"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_that_load_the_next_row_early(dtype: torch.dtype, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_that_load_the_next_row_early(
+    dtype: torch.dtype, kept: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The form of a GPU, on a CPU: two thread blocks for all rows give the bytes of a block for each row."""
-    pipeline = (f"-DKEPT={kept}", "-DPIPELINED=1")
+    pipeline = (*kept, "-DPIPELINED=1")
     draw = torch.Generator().manual_seed(0)
     for (m, k), recipe in product_of(((7, 256), (5, 200), (9, 18), (0, 64)), ("fp8-row-e4m3", "mxfp4", "nvfp4")):
         x, weight = (torch.randint(-4, 5, shape, generator=draw).to(dtype) for shape in ((m, k), (k,)))

@@ -36,12 +36,12 @@ WRONG = {
         "= sum_over_row(threadIdx.x == 0 ? 0.0f : sum_of_chunks(part, z, !norm.layer_norm), words",
     ),
     "weight-of-next-column": (
-        "rmsnorm-quantize", "mxfp8-e4m3", NORM, "? 1.0f + weight[j] : weight[j]", "? 1.0f + weight[j] : weight[j ^ 1]",
+        "rmsnorm-quantize", "mxfp8-e4m3", NORM, ": normalized * weight[j];", ": normalized * weight[j ^ 1];",
     ),
     "one-plus-weight": (
-        "rmsnorm-quantize", "mxfp8-e4m3", NORM, "? 1.0f + weight[j] : weight[j]", "? weight[j] : 1.0f + weight[j]",
+        "rmsnorm-quantize", "mxfp8-e4m3", NORM, "norm.zero_centered ? 1.0f : 0.0f", "norm.zero_centered ? 0.0f : 1.0f",
     ),
-    "weight-left-out": ("rmsnorm-quantize", "mxfp8-e4m3", NORM, ": normalized * w;", ": normalized;"),
+    "weight-left-out": ("rmsnorm-quantize", "mxfp8-e4m3", NORM, ": normalized * weight[j];", ": normalized;"),
     "norm-rounded-before-the-weight": (
         "rmsnorm-quantize", "fp8-row-e4m3", NORM, "normalized = z[i][j] * by;",
         "normalized = rounded<T>(z[i][j] * by);",
@@ -51,9 +51,12 @@ WRONG = {
     ),
     "residual-subtracted": ("add-rmsnorm-quantize", "mxfp8-e4m3", NORM, "z[i][j] += r[j];", "z[i][j] -= r[j];"),
     "mean-not-subtracted": ("layernorm-quantize", "mxfp8-e4m3", NORM, "count > 0 ? mean : 0.0f", "0.0f"),
-    "bias-left-out": ("layernorm-quantize", "mxfp8-e4m3", NORM, "__fmaf_rn(normalized, w, bias[j])", "normalized * w"),
+    "bias-left-out": (
+        "layernorm-quantize", "mxfp8-e4m3", NORM, "__fmaf_rn(normalized, weight[j], bias[j])", "normalized * weight[j]",
+    ),
     "bias-times-weight": (
-        "layernorm-quantize", "mxfp8-e4m3", NORM, "__fmaf_rn(normalized, w, bias[j])", "(normalized + bias[j]) * w",
+        "layernorm-quantize", "mxfp8-e4m3", NORM, "__fmaf_rn(normalized, weight[j], bias[j])",
+        "(normalized + bias[j]) * weight[j]",
     ),
     "halves-exchanged": (
         "silu-mul-quantize", "mxfp8-e4m3", ACTIVATION, "activated<T>(gate[j], up[j], activation, p)",
@@ -71,7 +74,7 @@ WRONG = {
         "rope-quantize", "mxfp8-e4m3", ROPE, "first ? chunk.column + half : in_half", "chunk.column",
     ),
     "scale-of-each-lane": (
-        "silu-mul-quantize", "mxfp8-e4m3", ROW, "amax_of(y[i], limit), variant.lanes)", "amax_of(y[i], limit), 1)",
+        "silu-mul-quantize", "mxfp8-e4m3", ROW, "amaxes[i], variant.lanes)", "amaxes[i], 1)",
     ),
     "amax-of-a-thread": (
         "silu-mul-quantize", "fp8-row-e4m3", ROW,

@@ -24,6 +24,20 @@ __device__ PackedE2m1 codes_of(const PackedBf16& x, float factor, const u32 (*ra
 #ifdef HAS_E2M1_BY_ADDITION
     const float largest = __uint_as_float(magnitude_bound(x)) * factor;
     if (!(largest < (random != nullptr ? 8.0f : 7.0f))) return of_any;
+#ifdef HAS_MAX_MAGNITUDE
+    const u32 bits = __float_as_uint(factor);
+    if (random == nullptr && ((bits & 0x007FFFFFu) == 0u || bits == 0x00400000u)) {
+        PackedBf16 even_first;
+        for (int j = 0; j < 8; ++j) {
+            const u32* pair = x.words + j / 4 * 4 + j % 2 * 2;
+            even_first.words[j] = pack_halves(pair[0], pair[1], j % 4 / 2 == 1);
+        }
+        const PackedE2m1 of_power = e2m1x16_of_exact_products_below_7(even_first, factor);
+        for (int j = 0; j < 2; ++j) {
+            if (of_power.words[j] != of_any.words[j]) return {{~of_any.words[0], ~of_any.words[1]}};
+        }
+    }
+#endif
     const PackedE2m1 of_small = random == nullptr
                                     ? e2m1x16_of_products_below_7(x, factor)
                                     : e2m1x16_of_products_below_8(x, factor * STOCHASTIC_FACTOR_SCALE, *random);
@@ -101,14 +115,16 @@ def test_decisions_are_the_references(cuda_source: Source) -> None:
 
 @ON_EVERY_DEVICE
 def test_every_bfloat16_is_rounded_as_the_reference_does(cuda_source: Source) -> None:
-    """Beside its neighbours and zeros of either sign, by a factor with products below 7 or not finite."""
+    """Beside its neighbours and zeros of either sign, by a factor with products below 7 or not finite, also by a power
+    of two."""
     rng = np.random.default_rng(4)
     x = np.sort(conversions.bf16_values()).reshape(-1, 16)
     largest = np.abs(np.nan_to_num(x, posinf=1.0, neginf=1.0)).max(axis=1)
     factors = (rng.uniform(1, 7, len(x)) / np.maximum(largest, 2.0**-125)).astype(np.float32)
     given = rng.integers(0, 256, x.shape, dtype=np.uint8)
     for values in (x, np.where(given < 64, np.copysign(np.float32(0), x), x)):
-        check(cuda_source(TEXT), values, factors, given)
+        for chosen in (factors, (factors.view(np.uint32) & 0x7F800000).view(np.float32)):
+            check(cuda_source(TEXT), values, chosen, given)
 
 
 @needs_gpu

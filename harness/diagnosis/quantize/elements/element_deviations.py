@@ -48,9 +48,24 @@ def _by(rounding: roundings.Rounding) -> Callable[[Replay], torch.Tensor]:
     return partial(_rounded, rounding)
 
 
+def _without_rest(axis: int, whole: int, codes: torch.Tensor) -> torch.Tensor:
+    kept = codes.shape[axis] // whole * whole
+    changed = codes.clone()
+    changed.narrow(axis, kept, codes.shape[axis] - kept).zero_()
+    return changed
+
+
 CODES_ZERO: QuantizeDeviation = Deviation(
     "codes-zero", "all codes are 0", "element codes", lambda r: torch.zeros_like(r.element_codes)
 )
+_WHOLE = {str(2**bits): 2**bits for bits in range(2, 11)}
+LEFT_OUT: tuple[QuantizeDeviation, ...] = (
+    Deviation("columns-left-out:{}", "the codes behind the last whole {} columns are 0", "element codes",
+              lambda whole, r: _without_rest(1, whole, r.element_codes), _WHOLE, row_local=False),
+    Deviation("rows-left-out:{}", "the codes behind the last whole {} rows are 0", "element codes",
+              lambda whole, r: _without_rest(0, whole, r.element_codes), _WHOLE, row_local=False),
+)  # fmt: skip
+"""Codes that a loop over whole tiles does not write."""
 ROUNDINGS: tuple[QuantizeDeviation, ...] = (
     Deviation("ties-away", "elements: ties round away from zero", "element codes", _by(roundings.ties_away),
               when=_rounds_to_nearest),

@@ -203,12 +203,12 @@ def _are_negative(matrices: Sequence[KernelMatrix]) -> bool:
 def left_out_part(masks: Sequence[torch.Tensor], history: SearchHistory) -> str:
     """The part of tensors, bool masks (M, K), that contains their True elements. Empty if chance explains the part.
 
-    Parts are the last elements in memory, the last columns, aligned runs of elements modulo a power of two (lanes of a
-    warp, warps of a block, a stride of a grid), and everything but such a run. n random elements all lie in a part with
-    the share f with probability f^n. The part is named if this probability, multiplied by the number of parts that are
-    tried, is below `PART_CHANCE`. A single tensor rarely shows a part: if the amax of a part is the amax of the rest,
-    one or two elements are above it. The elements of earlier cases in `history` therefore count too, and those of this
-    case are added to it.
+    Parts are the last rows, the last columns, the last elements in memory, aligned runs of elements modulo a power of
+    two (lanes of a warp, warps of a block, a stride of a grid), and everything but such a run. n random elements all
+    lie in a part with the share f with probability f^n. The part is named if this probability, multiplied by the number
+    of parts that are tried, is below `PART_CHANCE`. A single tensor rarely shows a part: if the amax of a part is the
+    amax of the rest, one or two elements are above it. The elements of earlier cases in `history` therefore count too,
+    and those of this case are added to it.
     """
     for mask in masks:
         positions, shape = mask.flatten().nonzero()[:, 0].cpu(), (mask.shape[0], mask.shape[1])
@@ -218,9 +218,11 @@ def left_out_part(masks: Sequence[torch.Tensor], history: SearchHistory) -> str:
         if len(positions) and not known:
             history.left_out.append((positions, shape))
     elements = [(positions, rows * columns) for positions, (rows, columns) in history.left_out]
+    rows = [(positions // shape[1], shape[0]) for positions, shape in history.left_out]
     columns = [(positions % shape[1], shape[1]) for positions, shape in history.left_out]
     parts = [
-        (_chance_of_ends(elements), "the end of the memory"), (_chance_of_ends(columns), "the last columns"),
+        (_chance_of_ends(rows), "the last rows"), (_chance_of_ends(columns), "the last columns"),
+        (_chance_of_ends(elements), "the end of the memory"),
         *_parts_of_runs(elements),
     ]  # fmt: skip
     chance, part = min(parts, key=lambda part: part[0])

@@ -48,6 +48,14 @@ def _amax_for_rows(r: Replay) -> torch.Tensor:
     return r.correct_amax.amax().expand(r.correct_amax.shape).contiguous()
 
 
+def _of_saturated(invert: bool, r: Replay) -> torch.Tensor:
+    """The amax of the elements that the given scale, or its inverse, lets through without saturation."""
+    scale = r.tensor_scale
+    assert scale is not None
+    scale = divide(1.0, scale) if invert else scale
+    return (r.correct_amax * scale).clamp(max=r.recipe.element.max) / scale
+
+
 GIVEN_AMAX: QuantizeDeviation = Deviation(
     "given-amax-ignored", "the amax is that of the matrix, not the given one", "amax", lambda r: r.correct_amax
 )
@@ -63,6 +71,9 @@ AMAXES: tuple[QuantizeDeviation, ...] = (
               lambda r: amax_of(r, nan="ignore"), when=lambda recipe: recipe.nan != "ignore"),
     Deviation("infinity-dropped", "the amax of the tensor is without elements that are infinite", "amax",
               lambda r: amax_of(r, lambda x: x.masked_fill(x.isinf(), 0))),
+    Deviation("amax-after-saturation", "the amax of the tensor is that of its elements after they are saturated",
+              "amax", _of_saturated, {"": False, " by the inverse": True},
+              when=lambda recipe: recipe.tensor_scale == "given"),
     Deviation("amax-through-{}", "the amax of the tensor is rounded to {}", "amax", narrowed(lambda r: r.correct_amax),
               NARROW, implausible=True),
     Deviation("amax-truncated:{}", "the amax of the tensor is cut to the upper {1} bits of float32", "amax",

@@ -1,4 +1,4 @@
-"""Causes of wrong products of a batch: operands of another product, or scales at a wrong stride.
+"""Causes of wrong products of a batch: operands of a wrong product, or scales at a wrong stride.
 
 The results of all products are judged by the right contract on the operands that such a kernel reads.
 """
@@ -40,7 +40,7 @@ class Mistake(NamedTuple):
 
 
 def batch_mistakes(case: ProductCase, products: Sequence[Tensors]) -> Iterator[Mistake]:
-    """Operands, and parts of operands, of wrong products; packed scales at other strides."""
+    """Operands, and parts of operands, of wrong products; packed scales at wrong strides."""
     groups: dict[str, tuple[str, list[str]]] = {"results": ("the result of each product is that", list(products[0]))}
     for name in products[0]:
         operand, _, part = name.partition(".")
@@ -94,7 +94,7 @@ def batch_causes(
     case: ProductCase, program: Program, calls: Sequence[tuple[Tensors, Shown]],
     steps: Callable[..., Causes], stage: StageResult, limit: Limit,
 ) -> Causes:  # fmt: skip
-    """Mistakes of a batch that give all results; without such a mistake the causes of `steps`.
+    """Mistakes of a batch with all results; without a mistake of a batch the causes of `steps`.
 
     A mistake is certain if the results exclude the contract and every other mistake, and no change of a step fits.
     """
@@ -140,7 +140,7 @@ def add_batch_causes(
 
 
 def evidence_of(program: Program, calls: Sequence[tuple[Tensors, Shown]], products: Sequence[Tensors]) -> Evidence:
-    """What the results of all products say if the kernel has read these operands."""
+    """The evidence of the results of all products, if the kernel has read these operands."""
     found = Evidence()
     for (_, shown), tensors in zip(calls, products, strict=True):
         for _, part in judged(program, tensors, shown):

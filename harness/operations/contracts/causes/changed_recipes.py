@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import lru_cache, partial
@@ -14,7 +14,7 @@ from narrowgauge.harness.operations.contracts.causes.edits import Site, other_ro
 from narrowgauge.reference.contracts.changed_steps import OTHER_BITS, OTHER_SCALES, ROUNDINGS, OtherRow
 from narrowgauge.reference.contracts.quantized import problem
 from narrowgauge.spec.formats import E8M0, FP32, Format
-from narrowgauge.spec.program import Axes
+from narrowgauge.spec.program import QUANTIZE, TRANSPOSED, Axes, Step
 from narrowgauge.spec.recipe import Recipe, field_choices
 from narrowgauge.spec.recipes import find_recipe, recipes
 
@@ -46,6 +46,9 @@ def changed_quantizations(site: Site) -> Iterator[Quantization]:
             yield f"bits-{name}", sentence, partial(_with_options, bits=name)
         for row, name, phrase in other_rows(site.step.axes):
             yield f"bits-of-{name}", f"the random bits are those of {phrase}", partial(_bits_of_row, row)
+    for dtype in dict.fromkeys((site.a.dtype, "float32")) if _other_orientation(site) is not None else ():
+        sentence = f"it is made of the decoded values of the other orientation, in {dtype}"
+        yield f"twice-{dtype}", sentence, partial(_twice, dtype)
     yield "signs-lost", "the signs of the elements are lost", lambda s: _of(s, abs(s.a))
     if recipe.tensor_scale == "given":
         for name, (sentence, _) in OTHER_SCALES.items():
@@ -68,8 +71,31 @@ def _with_options(site: Site, **options: Any) -> Value:
     return site.changed(**options)
 
 
+def _other_orientation(site: Site) -> Value | None:
+    """The quantization of the same matrix in the other orientation, if that one is neither rotated nor random."""
+    steps, own = site.editor.program.steps, _matrix_of(site.editor.program.steps, site.number)
+    for number, step in enumerate(steps):
+        plain = step.function == QUANTIZE and step.random is None and find_recipe(step.recipe or "").transform is None
+        if plain and _matrix_of(steps, number) == (own[0], not own[1]):
+            return Value(site.editor, number)
+    return None
+
+
+def _matrix_of(steps: Sequence[Step], number: int) -> tuple[int, bool]:
+    """The matrix that a step quantizes, and whether it quantizes the transpose."""
+    operand = steps[number].operands[0]
+    turned = steps[operand].function == TRANSPOSED
+    return (steps[operand].operands[0] if turned else operand), turned
+
+
+def _twice(dtype: str, site: Site) -> Value:
+    other = _other_orientation(site)
+    assert other is not None
+    return _of(site, c.transposed(c.dequantize(other, dtype)))
+
+
 def _of(site: Site, x: Value, statistics: Value | None = None) -> Value:
-    """The quantization of another matrix, with the amaxes of a third."""
+    """The quantization of a second matrix, with the amaxes of a third."""
     bits = site.operands[-1:] if site.step.random is not None else []
     operands = (x, *site.operands[1:]) if statistics is None else (x, statistics, *bits)
     options = {**site.step.options, **({} if statistics is None else {"statistics": True})}
@@ -87,7 +113,7 @@ def _changed_recipes(recipe: Recipe) -> tuple[tuple[str, str, Recipe], ...]:
 
 
 def _key(recipe: Recipe) -> tuple[Any, ...]:
-    """The choices that decide codes and scales; a rotation is a step of its own."""
+    """The choices with an influence on codes and scales; a rotation is a step of its own."""
     rule = recipe.rowwise
     return tuple(getattr(rule, field.name) for field in fields(rule) if field.name not in _UNSEEN)
 

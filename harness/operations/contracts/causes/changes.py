@@ -26,12 +26,11 @@ from narrowgauge.reference.contracts.functions import FUNCTIONS
 from narrowgauge.reference.contracts.layout.attention import OTHER_INDICES
 from narrowgauge.reference.contracts.layout.attention import WEIGHTS as ALL_WEIGHTS
 from narrowgauge.reference.contracts.layout.pages import OTHER_LENGTHS, OTHER_SLOTS, OTHER_TABLES, REST
-from narrowgauge.reference.contracts.layout.routed import OTHER_EXPERTS, OTHER_POSITIONS, SOME_CHOICES
+from narrowgauge.reference.contracts.layout.routed import RENUMBERINGS, SOME_CHOICES
 from narrowgauge.spec.formats import FP32, INT4
 from narrowgauge.spec.kv_cache import HALVES
 from narrowgauge.spec.program import (
     ACCUMULATED,
-    CHOSEN,
     CODES,
     COLUMNS,
     DECODE,
@@ -113,7 +112,7 @@ def _exchanged_scales(program: Program) -> Iterator[Change]:
             steps = list(program.steps)
             steps[number], steps[place] = other, one
             names = one.options["name"], other.options["name"]
-            sentence = "{} and {} are exchanged".format(*names)
+            sentence = f"{' and '.join(names)} are exchanged"
             yield Change(f"argument-{number}:exchanged-{names[1]}", sentence, replace(program, steps=tuple(steps)))
 
 
@@ -317,7 +316,7 @@ def _readings(site: Site) -> list[tuple[str, str]]:
     if not recipe.element.signed:
         without.add("unsigned")
     if recipe.spans_k:
-        without |= {view for view in CHANGED_CODES if view.endswith(("block", "-pairs", "-even"))}
+        without |= {view for view in CHANGED_CODES if view.endswith(("block", "-pairs", "-even")) or "-halves" in view}
     views: dict[str, Any] = {view: entry for view, entry in CHANGED_CODES.items() if view not in without}
     if any(step.function == OF_EXPERT for step in site.editor.program.steps):
         views |= CHANGED_MATRICES
@@ -494,6 +493,8 @@ def _other_half(site: Site) -> list[str]:
 # ---- sequences -------------------------------------------------------------------------------------------------------
 
 _TILES = (16, 32, 64, 128)
+_FIRST_ROWS = [(f"{n}", f"rows {n} to {2 * n - 1} of each {2 * n} have the q of the {n} rows before", n)
+               for n in (16, 32, 64, 128)]  # fmt: skip
 _SPLITS = (2, 3, 4, 5, 7, 8)
 _INDEX_NAMES = {SEGMENTS: "request", HEADS: "head"}
 _KEYS = 64
@@ -540,6 +541,34 @@ def _left_out_keys(site: Site) -> list[tuple[str, str, tuple[Any, ...]]]:
     return [*found, *((f"key-{key}", f"key {key}", ("key", key)) for key in range(_KEYS))]
 
 
+def _other_values(site: Site) -> list[tuple[str, str, str, int]]:
+    """Values that the weights of other keys multiply, by kinds of `OTHER_VALUES` and tiles of keys."""
+    both = [(f"exchanged-{n}", f"keys {n} apart in each {2 * n} have the values of each other", "exchanged", n)
+            for n in (1, 8, 64)]  # fmt: skip
+    first = [(f"first-{n}", f"keys {n} to {2 * n - 1} of each {2 * n} have the values of the keys before", "first", n)
+             for n in (8, 16, 32, 64)]  # fmt: skip
+    return [
+        *both, *first,
+        *((f"last-{n}", f"the values of the last tile of {n} keys are left out, and their weights are not",
+           "last-left-out", n) for n in _TILES),
+        *((f"next-{n}", f"weights of each tile of {n} keys multiply the values of the next tile", "next", n)
+          for n in _TILES),
+    ]  # fmt: skip
+
+
+def _keys_behind(site: Site) -> list[tuple[str, str, str, int]]:
+    """Keys behind the end of a row that its mask shows, or last tokens that are zeros."""
+    if site.operands[2].step.options.get("value") != -math.inf:
+        return []
+    more = [(f"more-{n}", f"rows see {n} more key{'s' * (n > 1)}, zeros behind the last token", "more", n)
+            for n in (1, 2)]  # fmt: skip
+    return [
+        *more, ("zeros-1", "the last token of a request is read as zeros", "zeros", 1),
+        *((f"tile-{n}", f"rows see all keys of their last tile of {n}, zeros behind the last token", "tile", n)
+          for n in _TILES),
+    ]  # fmt: skip
+
+
 def _moved_masks(site: Site) -> list[tuple[str, str, float]]:
     """Masks with an end a few keys, or tiles, before or behind the right end."""
     if not any(step.function == SCORES for step in site.editor.program.steps):
@@ -577,9 +606,31 @@ def _lengths_of_tokens(site: Site) -> list[tuple[str, str]]:
 def _other_positions(site: Site) -> list[tuple[str, str]]:
     """Wrong rows, or experts, of an argument with a number per choice of a token."""
     users = {site.editor.program.steps[user].function for user, _ in site.editor.uses(site.number) if user != OUTPUT}
-    others = OTHER_POSITIONS if CHOSEN in users else OTHER_EXPERTS if OF_EXPERT in users else {}
-    others = others if site.step.dtype == INDEX else {}  # the table has these users too
+    index = site.step.dtype == INDEX  # the table that it names rows of has these users too
+    others = next((RENUMBERINGS[user] for user in RENUMBERINGS if index and user in users), {})
     return [(to, sentence) for to, (sentence, _) in others.items()]
+
+
+def _normalisers(site: Site) -> list[tuple[str, str]]:
+    """Sums of the weights of choices, by which a kernel may divide the weights."""
+    positions, steps = _positions(site), site.editor.program.steps
+    weights = site.dtype not in INTEGERS and any(steps[n].axes == site.step.axes for n in positions)
+    return [("all", "all choices"), ("named", "the choices that name a row")] if weights else []
+
+
+def _positions(site: Site) -> list[int]:
+    """The steps that name the row of each choice."""
+    return [step.operands[1] for step in site.editor.program.steps if step.function == ACCUMULATED]
+
+
+def _normalised(site: Site, over: tuple[str, str]) -> Value:
+    weights = c.float32(site.old)
+    named = [Value(site.editor, number) for number in _positions(site)[: over[0] == "named"]]
+    return weights / site.made("total_of", weights, *named)
+
+
+def _zero(site: Site) -> Value:
+    return site.editor.add("constant", (), (), "float32", value=0.0)
 
 
 def _narrowed(site: Site, dtype: str) -> Value | None:
@@ -712,6 +763,8 @@ ROWS: tuple[Row, ...] = (
         lambda s: [form for form in DIVISIONS if s.option("form") not in (None, form)]),
     # sums and maxima of rows
     replace(_SHORT, over=_some_columns),
+    Row(("sum",), "partly-in", "each partial sum of {self}, in their order, is rounded to {v}",
+        lambda s, v: s.changed(to=v), lambda s: _NARROW),
     Row(("mean",), "by", "{self} divides by {v}", lambda s, v: s.changed(divisor=v[2]), _divisors),
     Row(("mean",), "of-half", "{self} takes half of a row alone and divides by K/2",
         lambda s, _: s.changed(columns=(0, 0.5, 1), divisor=("times", 0.5))),
@@ -747,6 +800,7 @@ ROWS: tuple[Row, ...] = (
     Row(("maximum",), "second-left-out", "{a} has no lower limit {b}", lambda s, _: s.alone(s.a), apart=True),
     Row(("minimum",), "second-left-out", "{a} has no upper limit {b}", lambda s, _: s.alone(s.a), apart=True),
     Row(("maximum", "minimum"), "first-left-out", "{self} is {b}", lambda s, _: s.alone(s.b)),
+    Row(("maximum", "largest"), "zero", "0 is in place of {self}", lambda s, _: s.alone(_zero(s))),
     Row(("maximum",), "exchanged", "the smaller in place of {self}", lambda s, _: s.as_function("minimum")),
     Row(("minimum",), "exchanged", "the larger in place of {self}", lambda s, _: s.as_function("maximum")),
     Row(("minimum",), "both-sides", "{a} is limited to −({b}) too", lambda s, _: c.maximum(s.old, -s.b)),
@@ -823,10 +877,22 @@ ROWS: tuple[Row, ...] = (
         lambda s: _TILES),
     Row((WEIGHTS,), "to", "the weights are rounded to {v}", lambda s, v: s.changed(to=v),
         lambda s: [v for v in ALL_WEIGHTS if v != s.option("to")]),
+    Row((WEIGHTED,), "values", "{v}",
+        lambda s, v: s.changed_operand(s.made("with_other_values", s.a, kind=v[2], size=v[3])), _other_values),
+    Row((RESCALED,), "lanes", "weights are relative to the maximum of their half of each {v} keys",
+        lambda s, v: s.made("of_lanes", s.old, s.b, group=v), lambda s: (2, 4, 8, 16)),
+    Row(("where",), "behind", "{v}", lambda s, v: s.made("behind_the_end", s.old, s.b, kind=v[2], size=v[3]),
+        _keys_behind),
+    Row((SCORES,), "first-rows", "{v}",
+        lambda s, v: s.changed_operand(s.made("of_first_rows", s.a, *s.operands[2:4], size=v[2])),
+        lambda s: _FIRST_ROWS),
+    Row((SCORES,), "heads", "the heads of q that share a head are {v} apart in place of neighbours",
+        lambda s, v: s.changed_operand(s.made("regrouped", s.a, group=v)), lambda s: (2, 4, 8)),
     Row((WEIGHTED,), "averaged", "{v} splits are averaged without their weights", _of_splits, lambda s: _SPLITS),
     # mixtures of experts
     Row(("argument",), "position", "{v}",
         lambda s, v: s.made(RENUMBERED, s.old, dtype=INDEX, axes=s.step.axes, to=v[0]), _other_positions),
+    Row(("argument",), "normalised", "{self} is divided by its sum over {v}", _normalised, _normalisers),
     Row((ACCUMULATED,), "of", "{v}", lambda s, v: s.changed(choices=v[0]),
         lambda s: [(some, sentence) for some, (sentence, _) in SOME_CHOICES.items() if some != "all"]),
     Row((ACCUMULATED,), "partly-in", "each partial sum of the choices is rounded to {v}",

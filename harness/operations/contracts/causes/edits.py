@@ -14,7 +14,7 @@ from narrowgauge.reference.contracts.changed_steps import OtherRow
 from narrowgauge.spec.program import JOINED, QUANTIZE, READ, TRANSPOSED, Axes, Program, Step
 
 OUTPUT = -1
-"""The user of a result that a kernel shows."""
+"""The user of a shown result."""
 KEEPING_DTYPE = (QUANTIZE, TRANSPOSED, JOINED)
 """Steps with the dtype of their first operand."""
 
@@ -35,7 +35,7 @@ def other_rows(axes: Axes) -> list[tuple[OtherRow, str, str]]:
 
 
 class Editor(Trace):
-    """The steps of a program, to which an edit adds further steps."""
+    """The steps of a program, with further steps of an edit."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program.file)
@@ -55,7 +55,7 @@ class Editor(Trace):
         return Value(self, len(self.steps) - 1)
 
     def restart(self, line: int) -> None:
-        """Forget added steps. Steps that are added from now on are of this line."""
+        """Forget added steps. Later steps are of this line."""
         del self.steps[len(self.program.steps) :]
         self.line = line
 
@@ -71,7 +71,7 @@ class Editor(Trace):
         return found
 
     def with_uses(self, uses: Collection[Use], value: int) -> Program | None:
-        """The program with a new value in these uses. None: a result would have another dtype.
+        """The program with a new value in these uses. None: a result would have a different dtype.
 
         If a formula among several alternatives contains the change, the kernel took this formula.
         """
@@ -79,8 +79,6 @@ class Editor(Trace):
         outputs = list(self.program.outputs.values())
         for user, place in uses:
             if user == OUTPUT:
-                if self.steps[value].dtype != self.steps[outputs[place]].dtype:
-                    return None
                 outputs[place] = value
             else:
                 right = self.steps[operands[user][place]].dtype
@@ -101,13 +99,16 @@ class Editor(Trace):
             # `replace` takes four times as long, and an edit takes it for most steps.
             steps.append(step if same else Step(step.function, moved, step.options, step.axes, dtype, step.line))
 
-        for number in outputs:
+        for number, old in zip(outputs, self.program.outputs.values(), strict=True):
             visit(number)
+            result = steps[order[number]]
+            if result.recipe is None and result.dtype != self.program.steps[old].dtype:
+                return None
         numbers = {name: order[number] for name, number in zip(self.program.outputs, outputs, strict=True)}
         return replace(self.program, steps=tuple(steps), outputs=numbers)
 
     def _in_float32(self, operands: dict[int, list[int]], value: int) -> int:
-        """A value that the steps take as float32."""
+        """A value, taken as float32 by the steps."""
         if self.steps[value].dtype == "float32":
             return value
         converted = self.add("float32", (Value(self, value),), self.steps[value].axes, "float32").number
@@ -132,12 +133,12 @@ class Scope:
     phrase: str
     uses: Sequence[Use]
     cast: int | None = None
-    """A cast of the value, whose result the uses take."""
+    """A cast of the value, for these uses."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A step that a row of the table changes."""
+    """A step changed by a row of the table."""
 
     editor: Editor
     number: int
@@ -190,17 +191,17 @@ class Site:
         return self.step.options.get(name, default)
 
     def made(self, function: str, *operands: Value, dtype: str = "", axes: Axes | None = None, **options: Any) -> Value:
-        """A step that contracts do not have."""
+        """A step unknown to contracts."""
         shape = axes if axes is not None else max((value.axes for value in operands), key=len)
         return self.editor.add(function, operands, shape, dtype or operands[0].dtype, **options)
 
     def changed(self, **options: Any) -> Value:
-        """The step with other options. An option of None is left out."""
+        """The step with changed options. An option of None is left out."""
         given = {name: value for name, value in {**self.step.options, **options}.items() if value is not None}
         return self.editor.add(self.step.function, tuple(self.operands), self.step.axes, self.dtype, **given)
 
     def as_function(self, function: str, *operands: Value) -> Value:
-        """The step with another function, without options but the axis."""
+        """The step with a changed function, without options but the axis."""
         axis = {"axis": 0} if self.step.across_rows else {}
         return self.editor.add(function, operands or tuple(self.operands), self.step.axes, self.dtype, **axis)
 
@@ -217,17 +218,17 @@ class Site:
         return self.source(step.operands[0]) if step.function == "float32" else step
 
     def changed_operand(self, value: Value) -> Value:
-        """The step with another first operand."""
+        """The step with a changed first operand."""
         operands = (value, *self.operands[1:])
         return self.editor.add(self.step.function, operands, self.step.axes, self.dtype, **self.step.options)
 
     def changed_second(self, value: Value) -> Value:
-        """The step with another second operand."""
+        """The step with a changed second operand."""
         operands = (self.operands[0], value, *self.operands[2:])
         return self.editor.add(self.step.function, operands, self.step.axes, self.dtype, **self.step.options)
 
     def in_row(self, row: OtherRow) -> Value:
-        """The value computed from other rows of the arguments: `reference.contracts.changed_steps.other_row`."""
+        """The value computed from wrong rows of the arguments: `reference.contracts.changed_steps.other_row`."""
         axis, known = self.step.axes[0], dict[int, Value]()
 
         def copy(number: int) -> Value:
@@ -259,7 +260,7 @@ class Site:
         return None
 
     def scopes(self, *, apart: bool) -> Iterator[Scope]:
-        """The places where a wrong value may be taken: everywhere, or by some users alone."""
+        """The places where a wrong value may be taken: everywhere, or by single users."""
         uses = self.editor.uses(self.number)
         if uses:
             yield Scope("", "", uses)

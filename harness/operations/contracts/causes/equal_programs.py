@@ -1,4 +1,4 @@
-"""Whether two changed contracts are one: their results are equal on inputs of many magnitudes."""
+"""Whether two changed contracts are equal: their results are equal on inputs of many magnitudes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from narrowgauge.reference.contracts.layout.pages import given_scale, slots
 from narrowgauge.spec.program import BITS, HALF, INDEX, READ, SCORES, WRITTEN, Program
 
 _SIZES = ((64, 144), (96, 112))
-"""Rows and columns of the inputs: whole groups of a rotation. Two different sums may agree on one width."""
+"""Rows and columns of the inputs: whole groups of a rotation. Two different sums may agree on a single width."""
 
 
 def equal_programs(one: Program, other: Program, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -98,7 +98,7 @@ def _inputs(
 
 
 def _results(program: Program, tensors: Mapping[str, torch.Tensor]) -> list[Interval]:
-    """The values that are shown or quantized."""
+    """The shown or quantized values."""
     evaluation = Evaluation(program, of_rows(program, tensors, slice(None)), rows=slice(0, 0))
     found = []
     shown = set(program.outputs.values())

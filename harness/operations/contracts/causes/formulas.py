@@ -1,4 +1,4 @@
-"""Formulas of steps, as sentences about changes name them."""
+"""Formulas of steps, for the sentences about changes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Rows and columns of a cache in wrong places: the head, token, column or slot, and its right place.
 
-The results name the place: the bytes of a wrong part are looked for among all other parts. A change of this module
+The results name the place: the bytes of a wrong part are searched among all parts. A change of this module
 needs no list, and is tried like every change.
 """
 
@@ -29,7 +29,7 @@ Pairs = list[tuple[int, int]]
 _MOST = 1 << 24
 """Comparisons of a search at most."""
 _NAMED = 4
-"""Places that a sentence names."""
+"""Largest number of places in a sentence."""
 
 
 def moved_changes(program: Program, tensors: Tensors, shown: Shown) -> Iterator[Change]:
@@ -45,7 +45,7 @@ def moved_changes(program: Program, tensors: Tensors, shown: Shown) -> Iterator[
             reads = [n for n in program.cone(number) if program.steps[n].function == READ]
             sums = [n for n in program.cone(number) if program.steps[n].function == WEIGHTED]
             if len(reads) == 1 and program.steps[reads[0]].axes == step.axes:
-                yield from _of_read(program, tensors, reads[0], parts[name], step)
+                yield from _of_read(program, tensors, reads[0], parts[name], number)
             elif sums and name in parts and not isinstance(parts[name], Scope):
                 yield from _of_weighted(program, tensors, sums[0], parts[name], step)
 
@@ -77,14 +77,14 @@ def _of_stored(program: Program, tensors: Tensors, number: int, part: Part, resu
         yield _slot_change(program, step.operands[2], places, sizes.page, "lie in")
 
 
-def _of_read(program: Program, tensors: Tensors, number: int, part: Part, output: Step) -> Iterator[Change]:
+def _of_read(program: Program, tensors: Tensors, number: int, part: Part, output: int) -> Iterator[Change]:
     sizes, step = page_sizes(program, tensors), program.steps[number]
     index = slots(program, tensors, step.operands[1])
     actual, low, high = (x.unflatten(0, (len(index), sizes.heads)) for x in _orders(part))  # type: ignore[no-untyped-call]
     for axis, word in ((0, "token"), (1, "head"), (2, "column")):
         if pairs := _pairs(actual, low, high, axis):
-            yield _row_change(program, number, word, pairs)
-    numbers = dequantize(read_all(program, tensors, step), DTYPES[output.dtype])
+            yield _row_change(program, number, word, pairs, output)
+    numbers = dequantize(read_all(program, tensors, step), DTYPES[program.steps[output].dtype])
     everywhere = order_of(numbers, None).unflatten(0, (sizes.slots, sizes.heads))  # type: ignore[no-untyped-call]
     if len(everywhere) * actual.numel() > _MOST:
         return
@@ -133,8 +133,8 @@ def _orders(part: Part) -> tuple[torch.Tensor, ...]:
 
 
 def _pairs(actual: torch.Tensor, low: torch.Tensor, high: torch.Tensor, axis: int) -> Pairs:
-    """The wrong places along an axis, with the first place whose accepted numbers fit; empty if a wrong
-    place has none."""
+    """The wrong places along an axis, with the first place whose accepted numbers fit; empty if a wrong place has no
+    such place."""
     a, lower, upper = (x.movedim(axis, 0).flatten(1) for x in (actual, low, high))
     wrong = ((a < lower) | (a > upper)).any(1).nonzero()[:, 0].tolist()
     found: Pairs = []
@@ -148,17 +148,20 @@ def _pairs(actual: torch.Tensor, low: torch.Tensor, high: torch.Tensor, axis: in
     return found
 
 
-def _row_change(program: Program, number: int, word: str, pairs: Pairs) -> Change:
-    """The rows of an argument, or read rows, with changed rows or columns in the given places."""
+def _row_change(program: Program, number: int, word: str, pairs: Pairs, output: int | None = None) -> Change:
+    """The rows of an argument, or read rows, with changed rows or columns in the given places. `output`: the step with
+    the numbers of read rows."""
     editor = Editor(program)
     site = Site(editor, number)
-    editor.restart(site.line)
+    name = site.option("name") or editor.program.steps[site.step.operands[0]].options["half"]
     own = [list(pair) for pair in pairs]
     if word == "column":
+        site = site if output is None else Site(editor, output)
+        editor.restart(site.line)
         new = site.made("moved", site.old, pairs=own)
     else:
+        editor.restart(site.line)
         new = site.changed(row=[site.step.axes[0].split("*")[word == "head"], own])
-    name = site.option("name") or editor.program.steps[site.step.operands[0]].options["half"]
     right, other = ([pair[at] for pair in pairs] for at in (0, 1))
     sentence = f"{_places(word, right)} of {name} {_are(right)} of {_places(word, other)}"
     return _change(editor, site, new, f"moved-{word}:{_text(pairs)}", sentence)
@@ -167,7 +170,7 @@ def _row_change(program: Program, number: int, word: str, pairs: Pairs) -> Chang
 def _slot_change(
     program: Program, number: int, pairs: Pairs, page: int, verb: str, reader: int | None = None
 ) -> Change:  # fmt: skip
-    """Other slots in place of some slots, for all steps with these slots, or for the step `reader` alone."""
+    """Wrong slots in place of the given slots, for all steps with these slots, or for the step `reader` alone."""
     editor = Editor(program)
     site = Site(editor, number)
     editor.restart(site.line)

@@ -1,4 +1,4 @@
-"""A changed contract on some rows of a kernel's inputs and results."""
+"""A changed contract on a part of the rows of a kernel's inputs and results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Tensors = Mapping[str, torch.Tensor]
 WRONG, SCOPES = 10, 8
 """Numbers of elements, and of rows with these elements, that exclude a change: docs/contracts.md#reading-a-verdict."""
 _TOGETHER = 1 << 18
-"""Elements of a step of programs that are evaluated together: more elements exceed the cache of a core."""
+"""Largest number of elements of a step of programs evaluated together: more elements exceed the cache of a core."""
 _NARROW = 4
 """Steps from end to end of a result of 16 bits that still tells changes apart: the sum of a product in any order."""
 _COMMUTE = frozenset({"add", "multiply", "maximum", "minimum"})
@@ -106,7 +106,7 @@ class Evidence:
     determined: float = 0.0
     """Sum over the results of the share of elements with a single accepted byte."""
     telling: int = 0
-    """Wrong elements that are not 0, NaN or the largest code: many mistakes give these everywhere."""
+    """Number of wrong elements that are not 0, NaN or the largest code: many mistakes give these everywhere."""
     judged: bool = True
     """Whether the contract determines enough to be a cause: at least half of the codes, and no result is free."""
 

@@ -31,7 +31,7 @@ from narrowgauge.harness.operations.contracts.causes.replay import (
     rows_of,
 )
 from narrowgauge.harness.operations.stages.outcome import Limit
-from narrowgauge.harness.operations.stages.possible_cause import GIVES_EVERY_BYTE, Cause, PossibleCause
+from narrowgauge.harness.operations.stages.possible_cause import FREE, GIVES_EVERY_BYTE, Cause, PossibleCause
 from narrowgauge.reference.contracts.evaluate import Shown, judged
 from narrowgauge.spec.program import BEHIND, ROUTED, Program
 
@@ -134,9 +134,9 @@ class _Search:
     near: list[Change] = field(default_factory=list)
     """Single changes with wrong results that no probed row excludes."""
     singles: list[Change] = field(default_factory=list)
-    """Changes that were tried. A change with almost any bytes accepted explains no byte and is left out."""
+    """Tried changes. A change with almost any bytes accepted explains no byte and is left out."""
     pairs: int = 0
-    """Pairs that were tried."""
+    """Number of tried pairs."""
     bounds: dict[str, Evidence] = field(default_factory=dict)
     """Evidence of the results of the rows of `probe` about single changes, until the rows exclude the change."""
     totals: dict[str, Evidence] = field(default_factory=dict)
@@ -151,6 +151,10 @@ class _Search:
         alone = rows is not None and self.some.at_once(self.program) == 1
         self.probe = self._replay(rows[:_PROBE]) if alone and rows is not None else self.some
         self.known = {self.keys.of_outputs(self.program)}
+        self.some.evidence(self.program, whole=True)
+        numbers = dict(zip(self.program.outputs, self.keys.of_outputs(self.program), strict=True))
+        self.right = {name: n for name, n in numbers.items() if n in self.some.judged and self.some.judged[n].fits}
+        """Numbers of the results that are right, in the rows that are tried first."""
 
     def _replay(self, rows: torch.Tensor | None) -> Replay:
         shown = self.shown if rows is None else {name: rows_of(result, rows) for name, result in self.shown.items()}
@@ -241,7 +245,12 @@ class _Search:
             if key not in self.known and len(change.sentence) < len(unlike.get(key, _LONGEST).sentence):
                 unlike[key] = change
         self.known |= unlike.keys()
-        yield from unlike.values()
+        yield from sorted(unlike.values(), key=self._spoiled)
+
+    def _spoiled(self, change: Change) -> int:
+        """The right results that a change computes in another way: a mistake that leaves them alone is tried first."""
+        numbers = self.keys.of(change.program)
+        return sum(numbers[change.program.outputs[name]] != number for name, number in self.right.items())
 
     def _evidence(self, program: Program) -> Evidence:
         """Evidence of some rows about a program, and of all rows if these accept the program."""
@@ -276,8 +285,7 @@ class _Search:
                 doubt = f"too few bytes exclude another change: {rival.sentence}"
                 yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{doubt}")
             elif change.name in self.free:
-                doubt = "under it these inputs have almost any bytes"
-                yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{doubt}")
+                yield PossibleCause(change.name, f"{sentence}{GIVES_EVERY_BYTE}{FREE}")
             elif not plain.excluded or (plain.telling < WRONG and change not in self.others):
                 few = f"{plain.strong} wrong elements in {len(plain.rows)} rows are too few to be certain"
                 if plain.excluded:
@@ -319,6 +327,6 @@ def _wrong_rows(
     if hidden or not all(by_rows) or not all(map(has_rows, shown.values())):
         return None
     wrong, count = stage.wrong_elements, -(-_ROWS // math.prod(first.shape[1:-1]))
-    if wrong is not None and wrong.shape[0] == height:
-        return wrong.flatten(1).sum(1).argsort(descending=True, stable=True)[:count]
+    if wrong is not None and height and wrong.shape[0] % height == 0:
+        return wrong.reshape(height, -1).sum(1).argsort(descending=True, stable=True)[:count]
     return torch.arange(min(height, count), device=first.device)

@@ -32,7 +32,7 @@ from narrowgauge.spec.program import (
 
 Tensors = Mapping[str, torch.Tensor]
 _OF_TABLES = (SCORES, WEIGHTED, OF_TOKENS, TAKE)
-"""Functions of rows that have operands without rows: tokens, heads and lengths."""
+"""Functions of rows with operands without rows: tokens, heads and lengths."""
 _OF_ROWS = frozenset({
     "where", "any_of", "sum_of", "roundings", "cast", "float32", "add", "subtract", "multiply", "divide", "negative",
     "absolute", "square", "maximum", "minimum", "compare", "sum", "mean", "amax", "largest", RESCALED, WEIGHTS,
@@ -56,7 +56,7 @@ class Member(NamedTuple):
 
     program: Program
     keys: Sequence[int]
-    """The number of the value of each step: `replay.Keys`."""
+    """The numbers of the values of the steps: `replay.Keys`."""
     evaluation: Evaluation
 
 
@@ -66,7 +66,7 @@ def members_of(
 ) -> list[Member]:  # fmt: skip
     """Programs with the numbers of their steps' values, and evaluations whose values are known as far as possible.
 
-    `known`: values that are known, by their numbers. A program that does not fit the tensors raises ValueError when a
+    `known`: known values, by their numbers. A program that does not fit the tensors raises ValueError when a
     value is asked for.
     """
     shared, inputs, members = dict(known), None, list[Member]()
@@ -107,7 +107,7 @@ def _of_rows(program: Program, number: int) -> bool:
 
 
 def _has_rows(member: Member, number: int, value: Value, count: int) -> bool:
-    """Whether a value has its own numbers for each row."""
+    """Whether a value has its own numbers per row."""
     shape, axes = _tensors(value)[0].shape, member.program.steps[number].axes
     return _of_rows(member.program, number) and len(shape) == len(axes) and shape[0] == count
 
@@ -134,7 +134,7 @@ def _signature(member: Member, number: int, count: int) -> Any:
 
 
 def _evaluate(group: Sequence[tuple[Member, int]], count: int, shared: dict[int, Any]) -> None:
-    """Evaluate equal steps of several programs in one call."""
+    """Evaluate equal steps of several programs in a single call."""
     member, number = group[0]
     step = member.program.steps[number]
     evaluation = Evaluation(member.program, member.evaluation.tensors, rows=slice(0, 0))
@@ -169,7 +169,7 @@ def _joined(values: Sequence[Value], count: int, dims: int) -> Value:
 
 
 def _apart(value: Value, count: int) -> Iterator[Value]:
-    """The values of each program. Ends that are equal bit by bit become a point, as they are in a program alone."""
+    """The values of the programs. Ends that are equal bit by bit become a point, as they are in a program alone."""
 
     def split(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensor.unflatten(0, (-1, count)).unbind()  # type: ignore[no-untyped-call,no-any-return]

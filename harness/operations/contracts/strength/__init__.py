@@ -1,1 +1,1 @@
-"""What the inputs of a contract can show: a table, inputs that are aimed at a mistake, and kernels with a mistake."""
+"""The strength of the inputs of a contract: a table, inputs aimed at a mistake, and kernels with a mistake."""

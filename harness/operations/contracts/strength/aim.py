@@ -13,7 +13,7 @@ from narrowgauge.harness.operations.contracts.strength.table import Cell, decide
 from narrowgauge.spec.program import Program
 
 TRIES = 300
-"""Inputs that a search draws."""
+"""Largest number of drawn inputs of a search."""
 _STRANGERS = 60
 """Number of inputs drawn without regard to the best inputs before."""
 

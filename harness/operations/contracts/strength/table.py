@@ -207,18 +207,21 @@ def table_of(program: Program, inputs: Mapping[str, Mapping[str, Tensors]], *, w
             found.append(StrengthRow(step, name, change.sentence, _sums(change.program), shape, full))
     order = {change.name: place for place, change in enumerate(wrong)}
     found.sort(key=lambda row: order[row.name])
-    return [replace(row, remark=_remark(row, found)) for row in found]
+    hidden = unseen(found)
+    return [replace(row, remark=_remark(row, hidden)) for row in found]
 
 
 def unseen(rows: Sequence[StrengthRow]) -> dict[str, bool]:
     """The changes not shown by any inputs of a table; bool: the change is invisible on these inputs, because its
     kernels are never refused. Further inputs may show the change (`harness.operations.contracts.strength.aim`)."""
-    hidden: dict[str, bool] = {}
-    for name in dict.fromkeys(row.name for row in rows):
-        cells = [cell for row in rows if row.name == name for cell in row.cells.values()]
-        if not any(cell.seen for cell in cells):
-            hidden[name] = all(cell.verdict in ("no", "none") for cell in cells)
-    return hidden
+    found: dict[str, list[Cell]] = {}
+    for row in rows:
+        found.setdefault(row.name, []).extend(row.cells.values())
+    return {
+        name: all(cell.verdict in ("no", "none") for cell in cells)
+        for name, cells in found.items()
+        if not any(cell.seen for cell in cells)
+    }
 
 
 def strength_text(rows: Sequence[StrengthRow]) -> str:
@@ -263,9 +266,8 @@ def _sums(program: Program) -> str:
     return ", ".join(dict.fromkeys("any" if depth is None else f"depth {depth}" for depth in depths))
 
 
-def _remark(row: StrengthRow, rows: Sequence[StrengthRow]) -> str:
-    invisible = unseen([other for other in rows if other.name == row.name])
-    if invisible:
-        return "invisible here: within the bound" if all(invisible.values()) else "not shown: aim at it"
+def _remark(row: StrengthRow, hidden: Mapping[str, bool]) -> str:
+    if row.name in hidden:
+        return "invisible here: within the bound" if hidden[row.name] else "not shown: aim at it"
     surely = any(cell.verdict == "surely" for cell in row.cells.values())
     return "" if surely else "none surely"

@@ -90,7 +90,7 @@ def roofline(rows: Sequence[BenchRow]) -> Plot | None:
 
     A product has 2·M·N·K FLOP. For memory-bound operations the FLOP are nominal: quantize has a comparison and a
     product for each element and orientation, a rotation four additions, dequantize a product. Operations that only move
-    bytes have none.
+    bytes have no figure.
     """
     timed = [row for row in rows if row.seconds and row.flop and row.moved and row.share is not None]
     copies = [row.moved / row.seconds for row in rows if row.who == COPY and row.seconds]
@@ -156,7 +156,7 @@ def growths(curves: Sequence[CostCurve]) -> list[Plot]:
 
 
 def _place_labels(marks: Sequence[Mark]) -> None:
-    """Place each label beside its point without an overlap with points and other labels. A label without a free place
+    """Place the labels beside their points without an overlap with points and labels. A label without a free place
     is removed; the title of the point stays."""
     taken = [(mark.x - 5, mark.y - 5, mark.x + 5, mark.y + 5) for mark in marks]
     for mark in marks:

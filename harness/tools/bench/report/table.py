@@ -47,7 +47,7 @@ def print_bench(bench: Bench, console: Console) -> None:
 
 
 def print_growth(growths: list[CostCurve], console: Console) -> None:
-    """Print a row for each size, and a sentence for each curve."""
+    """Print a row per size, and a sentence per curve."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

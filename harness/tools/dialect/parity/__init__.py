@@ -1,1 +1,1 @@
-"""Whether two kernels give equal bytes, and the choice in which they differ."""
+"""Whether two kernels give equal bytes, and the choices that differ."""

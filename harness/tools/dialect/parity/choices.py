@@ -52,7 +52,7 @@ class Choice:
 
     field: str
     stage: str
-    """The first stage that it decides; empty if the fields of a contract say nothing of stages."""
+    """The first stage decided by the choice; empty if the fields of a contract say nothing of stages."""
     values: tuple[Any, Any]
 
     def sentence(self, names: tuple[str, str]) -> str:

@@ -39,12 +39,12 @@ from narrowgauge.spec.recipes import Recipe
 Cases = Sequence[tuple[Case, bool]]
 """Cases, and whether a right kernel may refuse each."""
 SHOWN = 5
-"""Refused cases and results of one side that a message names."""
+"""Largest number of refused cases, and of results of a single side, named in a message."""
 
 
 @dataclass(frozen=True)
 class Parity:
-    """Two kernels beside each other. True only if all bytes are equal."""
+    """Two kernels, compared. True only if all bytes are equal."""
 
     names: tuple[str, str]
     subject: str
@@ -105,7 +105,7 @@ class Parity:
 
 @dataclass
 class Kernel:
-    """A kernel on the cases of a subject. What explains its bytes is found when a pair needs it."""
+    """A kernel on the cases of a subject. The explanation of its bytes is found on demand of a pair."""
 
     name: str
     backend: Backend

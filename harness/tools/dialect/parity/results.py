@@ -29,7 +29,7 @@ _OPERANDS = ("a.", "b.", "x.", "w.", "b0.")
 
 @dataclass(frozen=True)
 class Results:
-    """What a backend gave for each case."""
+    """The results of a backend, by case."""
 
     name: str
     given: dict[str, Tensors] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Results:
     wrong: dict[str, str] = field(default_factory=dict)
     """Sentences of wrong outputs of products, which lie in no interval of the declared or of any order."""
     changing: list[str] = field(default_factory=list)
-    """Cases in which two equal calls gave other bytes, with the sentence."""
+    """Cases with different bytes of two equal calls, with the sentence."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Difference:
 
 
 def results_of(backend: Backend, name: str, cases: Sequence[tuple[Case, bool]], *, device: str, seed: int) -> Results:
-    """Run a backend on cases, and keep its results. Whether they are right by the recipe or the contract says nothing
-    here, but for products."""
+    """Run a backend on cases, and keep its results. Right or wrong by the recipe or the contract does not matter here,
+    but for products."""
     found = Results(name)
     for case, _ in cases:
         inputs = make_inputs(case, seed=seed).to(device)
@@ -121,9 +121,9 @@ class Compared:
     cases: int
     """Cases that both backends ran."""
     refused: list[str]
-    """Cases that only one backend ran, with the message of the refusal; not those that a kernel may refuse."""
+    """Cases run by a single backend, with the message of the refusal; without cases that a kernel may refuse."""
     hidden: list[str]
-    """Results that one backend alone gave."""
+    """Results of a single backend."""
 
 
 def compared(one: Results, other: Results, cases: Sequence[tuple[Case, bool]]) -> Compared:

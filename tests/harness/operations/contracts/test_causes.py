@@ -10,6 +10,7 @@ import torch
 import narrowgauge
 from narrowgauge import contract as c
 from narrowgauge.contracts.norm import rmsnorm
+from narrowgauge.contracts.training import silu_mul_backward
 from narrowgauge.harness.operations.contracts.causes.changes import changes, short_changes
 from narrowgauge.harness.operations.contracts.causes.replay import Keys
 from narrowgauge.spec.recipes import find_recipe
@@ -82,6 +83,14 @@ def test_a_certain_cause_is_right(wrong: Wrong) -> None:
     assert len(found) != 1 or named(wrong, found[0]), found
 
 
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    """The sum of the rows, rounded to bfloat16 after each row."""
+    found = torch.zeros(x.shape[1])
+    for row in x:
+        found = (found + row).bfloat16().float()
+    return found
+
+
 SIZES: tuple[tuple[int, ...], ...] = ((64, 128), (128,), (128,))
 X, W, B = (torch.randn(size, generator=torch.Generator().manual_seed(1)).bfloat16() for size in SIZES)
 Z, MEAN = X.float(), X.float().mean(1, keepdim=True)
@@ -95,6 +104,7 @@ Z, MEAN = X.float(), X.float().mean(1, keepdim=True)
         (layer_norm, Z * (Z.square().mean(1, keepdim=True) + 1e-5).rsqrt() * W + B, "mean(x) is not subtracted from x"),
         (row_sums, Z[:-8].sum(0), "sum(x) leaves out the last 8 elements of a column"),
         (row_sums, Z.mean(0), "sum(x) is divided by K"),
+        (row_sums, in_order(Z), "each partial sum of sum(x), in their order, is rounded to bfloat16"),
     ],
 )
 def test_a_mistake_in_a_composed_step_is_named(contract: c.Contract, result: torch.Tensor, words: str) -> None:
@@ -103,6 +113,19 @@ def test_a_mistake_in_a_composed_step_is_named(contract: c.Contract, result: tor
     found = [str(each["sentence"]) for each in verdict.explanations if each["exact"]]
     assert len(found) == 1, found
     assert words in found[0]
+
+
+@pytest.mark.long
+def test_an_orientation_made_of_the_other_one_is_named() -> None:
+    @c.contract
+    def halves(x: c.Matrix, recipe: c.Recipe):
+        return c.quantize_both(c.cast(c.float32(x) * 2.0, x.dtype), recipe)
+
+    rows, _ = narrowgauge.quantize_both(X * 2, "mxfp8-e4m3")
+    _, columns = narrowgauge.quantize_both(narrowgauge.dequantize(rows), "mxfp8-e4m3")
+    given = {"rowwise": rows, "columnwise": columns}
+    verdict = narrowgauge.explain(narrowgauge.assert_result, halves, given, X, recipe="mxfp8-e4m3", diagnose="full")
+    assert "made of the decoded values of the other orientation" in str(verdict).split("\n")[0], verdict
 
 
 @pytest.mark.long
@@ -179,13 +202,16 @@ def test_another_code_of_nan_is_named(recipe: str, codes: tuple[int, ...]) -> No
         assert found[0].startswith(f"NaN becomes the code {code:#x} (line "), found
 
 
-@pytest.mark.parametrize("contract", [*CONTRACTS, *COMPOSED], ids=lambda contract: contract.name)
+@pytest.mark.parametrize("contract", [*CONTRACTS, *COMPOSED, silu_mul_backward], ids=lambda contract: contract.name)
 def test_changes_can_run_and_have_names_of_their_own(contract: c.Contract) -> None:
     program = contract.trace(dict.fromkeys(contract.tensors, "bfloat16"), dict.fromkeys(contract.recipes, "nvfp4"), {})
     found = list(changes(program))
     assert len({change.name for change in found}) == len(found)
     assert len({Keys().of_outputs(change.program) for change in found}) > 1
     for change in found:
+        results = [(change.program.steps[n], program.steps[m]) for n, m in
+                   zip(change.program.outputs.values(), program.outputs.values(), strict=True)]  # fmt: skip
+        assert all(step.recipe is not None or step.dtype == right.dtype for step, right in results)
         assert all(operand < number for number, step in enumerate(change.program.steps) for operand in step.operands)
         assert "{" not in change.sentence
         assert "(line " in change.sentence

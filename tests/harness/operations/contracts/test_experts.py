@@ -72,6 +72,8 @@ WRONG = [
     (lambda y, p, w: combine(y, p.roll(-1, 1), w), "weights is that of the previous column"),
     (lambda y, p, w: combine(y, p.roll(-1, 0), w), "positions is that of the next row"),
     (lambda y, p, w: combine(y, torch.where(p < 0, p, (p + 1) % len(y)), w), "y is that of the next row"),
+    (lambda y, p, w: combine(y, p, w / w.sum(1, keepdim=True)), "divided by its sum over all choices"),
+    (lambda y, p, w: combine(y, p, w / (w * (p >= 0)).sum(1, keepdim=True)), "over the choices that name a row"),
     (lambda y, p, w: combine(y, p.clamp(min=0), w), "a choice of no row takes row 0"),
     (lambda y, p, w: combine(y, torch.where(p < 0, len(y) - 1, p), w), "a choice of no row takes the last row"),
     (lambda y, p, w: combine(y, p, w, dtype=torch.bfloat16, rounded_terms=False),

@@ -79,6 +79,18 @@ def scaled(change: Callable[[dict[str, Any], str], Any]) -> dict[str, Method]:
     return {"scale_of": lambda self, half, scales: change(scales, half)}
 
 
+def other_reads(change: Callable[[torch.Tensor], torch.Tensor], *, of_table: bool = False) -> dict[str, Method]:
+    """Another table of pages, or other bytes of both halves (pages, page, heads, bytes), in the place of those read."""
+
+    def method(self: Kernels, cache: Any, pages: torch.Tensor, *given: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        if of_table:
+            return Kernels.kv_read(self, cache, change(pages), *given, **options)
+        held = replace(cache, keys=change(cache.keys), values=change(cache.values))
+        return Kernels.kv_read(self, held, pages, *given, **options)
+
+    return {"kv_read": method}
+
+
 def swapped(one: int, other: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Two columns exchanged."""
 
@@ -149,6 +161,12 @@ WRONG: dict[str, tuple[str, str, str, dict[str, Method]]] = {
     "MXFP8 codes of the next head": ("kv-write", "mxfp8-e4m3", "the next head", rows(lambda x: x.roll(-1, 1))),
     "reads head 3 for head 1": ("kv-read", STATIC, "head 1 of keys is that of head 3", head(
         lambda h, n: 3 if h == 1 else h)),
+    "reads page 2 for page 4": ("kv-read", STATIC, "page 4 are read from page 2",
+                                other_reads(lambda pages: pages.where(pages != 4, 2), of_table=True)),
+    "reads offset 3 for offset 5": ("kv-read", STATIC, "offset 5 are read from offset 3",
+                                    other_reads(lambda x: x[:, [0, 1, 2, 3, 4, 3, 6, 7]])),
+    "reads column 9 for column 5": ("kv-read", STATIC, "column 5 of keys is that of column 9", other_reads(
+        lambda x: x[..., [*range(5), 9, *range(6, 32)]])),
     "reads the next head": ("kv-read", ROW, "the next head", head(lambda h, n: (h + 1) % n)),
     "reads the first page alone": ("kv-read", STATIC, "the first entry of a request", {"page_of": lambda *token: 0}),
     "reads with the other scale": ("kv-read", STATIC, "the scale is v_scale", scaled(lambda s, half: s[
