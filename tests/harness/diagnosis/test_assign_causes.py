@@ -106,7 +106,7 @@ def test_a_sentence_about_other_numbers_is_counted() -> None:
     assert explanation["sentence"] == "vectors of 4"
 
 
-def test_a_cause_of_free_inputs_explains_every_case_of_its_kind_or_none() -> None:
+def test_a_cause_of_free_inputs_explains_all_cases_or_none() -> None:
     records = [failing("a", "x", recipe="r"), failing("b", "x", recipe="r")]
     entry = records[0]["explanations"][0]
     records[0]["explanations"] = [{**entry, "sentence": f"x{GIVES_EVERY_BYTE}{FREE}", "exact": False}]
