@@ -141,9 +141,11 @@ WRONG = {
     # name: (recipes, file, text, its replacement, words of the cause, or "" if the kernel is refused without a cause)
     "zero-point-of-a-left-out": (WHOLE, INT8_SOURCE, " - z_a * of_rows[TILE + column]", "", ""),
     "product-of-zero-points-left-out": (WHOLE, INT8_SOURCE, " + k * z_a * z_b", "", ""),
-    "zero-point-less-one": (WHOLE, INT8_SOURCE, "of.zeros[row] - 128u", "of.zeros[row] - 129u", ""),
+    "zero-point-less-one": (
+        WHOLE, INT8_SOURCE, "of.zeros[row] - 128u", "of.zeros[row] - 129u", "zero points of a are less by 1",
+    ),
     "sums-of-rows-exchanged": (WHOLE, INT8_SOURCE, "z_b * of_rows[row]", "z_b * of_rows[column]", ""),
-    "scale-of-the-row-of-b": (WHOLE, INT8_SOURCE, "a.scales[y]", "b.scales[x]", ""),
+    "scale-of-the-row-of-b": (WHOLE, INT8_SOURCE, "a.scales[y]", "b.scales[x]", "factor(b) is a factor twice"),
     "last-columns-dropped": (WHOLE, INT8_SOURCE, "start + STEP < p.k) load", "start + 2 * STEP <= p.k) load", ""),
     "signs-lost": (INT8[0], HOPPER_SOURCE, "static_cast<signed char>(tile[", "static_cast<u8>(tile[", ""),
     "rows-taken-twice": (INT8[0], HOPPER_SOURCE, "top + i / 2 % 2 * 8", "top", ""),
