@@ -53,7 +53,7 @@ def certify_backend(
     ] = False,
     rules: Rules = None,
 ) -> None:
-    """Prove a quantizer on all numbers, an activation on all gates, or a GEMM on products of codes.
+    """Prove a quantizer, activation or GEMM on all numbers or codes.
 
     Exit status 0 if the kernel is certified, 1 if the certificate names wrong inputs.
     """

@@ -14,6 +14,7 @@ from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, can_replay_rows
 from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviations
 from narrowgauge.harness.diagnosis.quantize.elements.changed_steps import OF_EVERY_STEP
+from narrowgauge.harness.diagnosis.quantize.elements.element_deviations import LEFT_OUT
 from narrowgauge.harness.diagnosis.quantize.further_inputs import (
     LARGEST,
     PROOFS,
@@ -51,6 +52,7 @@ RIGHT_CODES = "; the codes are those of the right scales"
 """End of the sentence where only the scales are wrong."""
 LEAST_WRONG = 10
 """Wrong codes and scales of an exact deviation if the kernel cannot be called on further inputs."""
+_IN_NO_PAIR = (*OF_EVERY_STEP, *(each.cause.partition("{")[0] for each in LEFT_OUT))
 PAIR_SEARCHES = 3
 """Searches of a stage of a recipe for a pair of deviations, a second each, that find none."""
 MAX_EXPLANATIONS = 5
@@ -100,7 +102,7 @@ def explain_quantize(
         return explanations
     pairs = (str(search.recipe), f"{name} of pairs", False)
     if not search.is_exhausted and history.searches[pairs] < PAIR_SEARCHES:
-        alone = [each for each in search.deviations if each.cause not in OF_EVERY_STEP]
+        alone = [each for each in search.deviations if not each.cause.startswith(_IN_NO_PAIR)]
         matches = partial_matches(search.matrices, alone, limit)
         if (pair := explaining_pair(search.matrices, matches)) is not None:
             return [_explanation_of_pair(*pair, wrong_stage.stage)]

@@ -138,7 +138,7 @@ def test_a_cause_without_complete_verification_is_not_exact(monkeypatch: pytest.
     slabs = count()
 
     def verify(self: WorkLimit, cause: str, elements: float) -> bool:
-        return may_verify(self, cause, math.inf if next(slabs) == 1 else elements)
+        return may_verify(self, cause, math.inf if cause == "nibbles-swapped" and next(slabs) == 1 else elements)
 
     may_verify = WorkLimit.may_verify
     monkeypatch.setattr(WorkLimit, "may_verify", verify)

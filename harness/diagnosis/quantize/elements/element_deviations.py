@@ -49,7 +49,8 @@ def _by(rounding: roundings.Rounding) -> Callable[[Replay], torch.Tensor]:
 
 
 def _without_rest(axis: int, whole: int, codes: torch.Tensor) -> torch.Tensor:
-    kept = codes.shape[axis] // whole * whole
+    """Zeros behind the last whole tile; the codes themselves without a whole tile, where all would be 0."""
+    kept = codes.shape[axis] // whole * whole or codes.shape[axis]
     changed = codes.clone()
     changed.narrow(axis, kept, codes.shape[axis] - kept).zero_()
     return changed
@@ -65,7 +66,7 @@ LEFT_OUT: tuple[QuantizeDeviation, ...] = (
     Deviation("rows-left-out:{}", "the codes behind the last whole {} rows are 0", "element codes",
               lambda whole, r: _without_rest(0, whole, r.element_codes), _WHOLE, row_local=False),
 )  # fmt: skip
-"""Codes that a loop over whole tiles does not write."""
+"""Codes that a loop over whole tiles does not write. Each fits some codes of 0, so a pair takes none of them."""
 ROUNDINGS: tuple[QuantizeDeviation, ...] = (
     Deviation("ties-away", "elements: ties round away from zero", "element codes", _by(roundings.ties_away),
               when=_rounds_to_nearest),
