@@ -1,7 +1,7 @@
 # make report    the quick tier of the case matrix; the page is reports/latest/index.html
 # make test      ruff, the tests, the quick tier, and its gate
 # make lint      ruff, and the types
-# make test-long the tests that make test leaves out: they take long, and others test the most of it; half an hour, 2 cores
+# make test-long the tests that make test leaves out: they take long, and others test the most of it; 100 minutes, 2 cores
 # make gate      the quick tier, and whether any case got worse than in the baseline of this device
 # make bench     speed, every figure beside a ceiling of the same run, outputs judged; reports/bench/index.html
 # make mutants   332 wrong kernels and modules against the quick tier, which has to find each; on a CPU

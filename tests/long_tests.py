@@ -20,7 +20,7 @@ import pytest
 FILE = Path(__file__).with_suffix(".txt")
 ITEM = 0.08
 """Core-seconds above which an item is long, if its test has a shorter one."""
-ONLY = 0.5
+ONLY = 1.0
 """Core-seconds that the shortest item of a test may take."""
 TEST = 0.4
 """Core-seconds that the items of a test may take together, if more than three are left."""

@@ -22,7 +22,7 @@ def test_every_long_test_exists() -> None:
 
 def test_long_tests_are_chosen_by_their_core_seconds() -> None:
     seconds = {
-        "a::short": 0.05, "a::only": 0.4, "a::long": 0.6, "a::mixed[x]": 0.05, "a::mixed[y]": 0.2, "a::alike[x]": 0.4,
+        "a::short": 0.05, "a::only": 0.4, "a::long": 1.1, "a::mixed[x]": 0.05, "a::mixed[y]": 0.2, "a::alike[x]": 0.4,
         "a::alike[y]": 0.3,
         **{f"a::many[{n}]": 0.05 + n / 1000 for n in range(10)},
     }  # fmt: skip
