@@ -5,8 +5,8 @@
 # make gate      the quick tier, and whether any case got worse than in the baseline of this device
 # make bench     speed, every figure beside a ceiling of the same run, outputs judged; reports/bench/index.html
 # make mutants   332 wrong kernels and modules against the quick tier, which has to find each; on a CPU
-# make mutants-harness  346 wrong changes of the harness and the reference: each must fail a test; 10 minutes, 2 cores
-# make soak      a tenth of the quick tier over 200 fresh seeds, 40 minutes on two cores: no kernel may fail
+# make mutants-harness  347 wrong changes of the harness and the reference: each must fail a test; 10 minutes, 2 cores
+# make soak      a part of the quick tier that has every feature, over 200 fresh seeds: no kernel may fail
 # make train     a small transformer learns under every recipe, every stage of every step judged; reports/train/index.html
 # make conformance  docs/conformance.md: the quantizers of other libraries, each in an environment of its own
 # make docs      the documentation as a site, with an API reference: reports/docs/index.html
