@@ -196,7 +196,10 @@ def parse_narrowgauge(arguments: list[str]) -> None:
     context, rest = None, list(arguments)
     name = "narrowgauge"
     while True:
-        context = parser.make_context(name, list(rest), parent=context)
+        try:
+            context = parser.make_context(name, list(rest), parent=context)
+        except typer.Exit:  # an option that ends the command, such as --version
+            return
         if not hasattr(parser, "resolve_command"):
             break
         name, parser, rest = parser.resolve_command(context, rest)

@@ -26,5 +26,5 @@ def test_long_tests_are_chosen_by_their_core_seconds() -> None:
         "a::alike[y]": 0.3,
         **{f"a::many[{n}]": 0.05 + n / 1000 for n in range(10)},
     }  # fmt: skip
-    left = [f"a::many[{n}]" for n in range(7, 10)]
+    left = [f"a::many[{n}]" for n in range(5, 10)]
     assert chosen(seconds) == sorted(["a::alike[x]", "a::long", "a::mixed[y]", *left])
