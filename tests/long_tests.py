@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).with_suffix(".txt")
-ITEM = 0.06
+ITEM = 0.04
 """Core-seconds above which an item is long, if its test has a shorter one."""
 ONLY = 1.0
 """Core-seconds that the shortest item of a test may take."""
-TEST = 0.3
+TEST = 0.2
 """Core-seconds that the items of a test may take together, if more than three are left."""
 
 

@@ -24,7 +24,7 @@ def test_long_tests_are_chosen_by_their_core_seconds() -> None:
     seconds = {
         "a::short": 0.05, "a::only": 0.4, "a::long": 1.1, "a::mixed[x]": 0.05, "a::mixed[y]": 0.2, "a::alike[x]": 0.4,
         "a::alike[y]": 0.3,
-        **{f"a::many[{n}]": 0.05 + n / 1000 for n in range(10)},
+        **{f"a::many[{n}]": 0.03 + n / 1000 for n in range(10)},
     }  # fmt: skip
-    left = [f"a::many[{n}]" for n in range(5, 10)]
+    left = [f"a::many[{n}]" for n in range(6, 10)]
     assert chosen(seconds) == sorted(["a::alike[x]", "a::long", "a::mixed[y]", *left])
