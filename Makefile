@@ -15,9 +15,6 @@
 # it already has everything (a GPU container, say). TORCH_INDEX= takes torch from pip's own indexes, without a look at the
 # index of torch's CPU builds.
 
-# Dozens of processes import the same modules; each would compile them anew.
-unexport PYTHONDONTWRITEBYTECODE
-
 DEVICE ?= cpu
 ifeq ($(DEVICE),cuda)
 BASELINE ?= reports/baselines/sm_90.json

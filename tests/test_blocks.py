@@ -198,7 +198,7 @@ def parse_narrowgauge(arguments: list[str]) -> None:
     while True:
         try:
             context = parser.make_context(name, list(rest), parent=context)
-        except typer.Exit:  # an option that ends the command, such as --version
+        except typer.Exit:  # --version ends the command
             return
         if not hasattr(parser, "resolve_command"):
             break
