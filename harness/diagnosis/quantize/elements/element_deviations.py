@@ -66,7 +66,7 @@ LEFT_OUT: tuple[QuantizeDeviation, ...] = (
     Deviation("rows-left-out:{}", "the codes behind the last whole {} rows are 0", "element codes",
               lambda whole, r: _without_rest(0, whole, r.element_codes), _WHOLE, row_local=False),
 )  # fmt: skip
-"""Codes of 0 behind the whole tiles of a loop. No search for pairs takes these deviations: each fits some codes of 0."""
+"""Codes of 0 behind the whole tiles of a loop. No search for pairs takes them: each fits some codes of 0."""
 ROUNDINGS: tuple[QuantizeDeviation, ...] = (
     Deviation("ties-away", "elements: ties round away from zero", "element codes", _by(roundings.ties_away),
               when=_rounds_to_nearest),
